@@ -1,0 +1,306 @@
+// The CPU key of the four operators: describe the problem, allocate, hand tiles to the threads.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <pthread.h>
+#include <torch/library.h>
+
+#include <atomic>
+
+#include "../ops.h"
+#include "../problem.h"
+#include "kernels.h"
+
+namespace mha_ext::cpu {
+namespace {
+
+// OpenMP's threads do not survive a fork: in the child, work runs on the calling thread.
+std::atomic<bool> forked{false};
+[[maybe_unused]] const int at_fork =
+    pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
+
+// run(task, scratch) for every task, the next free thread taking the next task; what a task computes depends on
+// neither. `flops` is an estimate of the whole: little work is not worth waking threads for.
+template <class Run>
+void for_each_task(int64_t tasks, double flops, int64_t scratch_bytes, const Run& run) {
+  if (tasks == 0) return;
+  constexpr double kFlopsWorthAThread = 1e6;
+  int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);
+  threads = std::min<int64_t>(threads, 1 + static_cast<int64_t>(flops / kFlopsWorthAThread));
+  if (forked.load(std::memory_order_relaxed) || at::in_parallel_region()) threads = 1;
+
+  const int64_t stride = (scratch_bytes + 127) / 64 * 64;
+  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(stride * threads + 64);
+  char* base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) & ~uintptr_t{63});
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int64_t thread) {
+    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;)
+      run(task, base + thread * stride);
+  };
+  if (threads == 1) return work(0);
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; thread++) work(thread);
+  });
+}
+
+// A block of 64 queries of one head; later blocks first, since under a causal mask they see more keys.
+struct QueryBlock {
+  int64_t batch, head, block;
+};
+int64_t query_blocks(const Attention& a) { return ceil_div(a.queries, kTile); }
+QueryBlock query_block(const Attention& a, int64_t task) {
+  const int64_t blocks = query_blocks(a), row = task / blocks;
+  return {row / a.heads, row % a.heads, blocks - 1 - task % blocks};
+}
+double pair_count(const Attention& a) {
+  return static_cast<double>(a.batch * a.heads) * static_cast<double>(a.queries) *
+         static_cast<double>(a.keys);
+}
+
+std::tuple<Tensor, Tensor> attention_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+    const OptionalTensor& bias, const OptionalTensor& key_lengths, const OptionalTensor& seed,
+    OptionalString corner, OptionalSymInt window_left, OptionalSymInt window_right,
+    double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin) {
+  std::vector<Tensor> keep;
+  Attention a = describe(query, key, &value, mask, bias, key_lengths, seed,
+                         {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
+  auto [out, lse] = empty_forward(query, value);
+  a.out = rows_of(out, keep);
+  a.lse = lse.mutable_data_ptr();
+  const TypeKernels& kernels = kernels_for(a);
+  for_each_task(a.batch * a.heads * query_blocks(a),
+                2 * pair_count(a) * static_cast<double>(a.head_dim + a.value_dim),
+                kernels.forward_scratch_bytes(a), [&](int64_t task, void* scratch) {
+                  const QueryBlock q = query_block(a, task);
+                  kernels.forward(a, q.batch, q.head, q.block, scratch);
+                });
+  return {out, lse};
+}
+
+// grad_query, grad_key and grad_value of a described problem.
+void run_backward(const Attention& a, const AttentionGrad& g, const TypeKernels& kernels) {
+  const KeyRanges ranges = key_ranges(a);
+  const int64_t group = a.kv_heads ? a.heads / a.kv_heads : 0, kv_heads = a.batch * a.kv_heads;
+  const int64_t partial_bytes = group * ranges.count * a.queries * a.head_dim * kernels.element_size;
+  const bool partial = ranges.count > 1 && g.grad_query.data;
+  // The partial sums of a few heads at a time, so that memory does not grow with their number.
+  const int64_t wave = partial ? std::max<int64_t>(1, ceil_div(2 * at::get_num_threads(), ranges.count)) : kv_heads;
+  const at::DataPtr memory =
+      c10::GetCPUAllocator()->allocate(partial ? std::min(wave, kv_heads) * partial_bytes : 0);
+  char* sums = static_cast<char*>(memory.get());
+  const double head_flops = 10 * pair_count(a) / static_cast<double>(std::max<int64_t>(1, kv_heads)) *
+                            static_cast<double>(std::max(a.head_dim, a.value_dim));
+
+  for (int64_t first = 0; first < kv_heads; first += wave) {
+    const int64_t count = std::min(wave, kv_heads - first);
+    for_each_task(count * ranges.count, head_flops * static_cast<double>(count),
+                  kernels.backward_scratch_bytes(a), [&](int64_t task, void* scratch) {
+                    const int64_t head = task / ranges.count, row = first + head;
+                    kernels.backward(a, g, row / a.kv_heads, row % a.kv_heads, task % ranges.count,
+                                     partial ? sums + head * partial_bytes : nullptr, scratch);
+                  });
+    if (!partial) continue;
+    const int64_t blocks = query_blocks(a);
+    for_each_task(count * group * blocks,
+                  static_cast<double>(count * partial_bytes), 0, [&](int64_t task, void*) {
+                    const int64_t head = task / blocks, row = first * group + head;
+                    kernels.add_ranges(a, g, sums + head * (partial_bytes / group), row / a.heads,
+                                       row % a.heads, task % blocks);
+                  });
+  }
+}
+
+// grad_bias where the bias broadcasts; elsewhere run_backward has written it.
+void run_bias(const Attention& a, const AttentionGrad& g, const TypeKernels& kernels) {
+  const Pairs& bias = g.grad_bias;
+  if (!bias.data || bias_is_dense(a, bias) || a.batch * a.heads * a.queries * a.keys == 0) return;
+  BiasPlan plan{bias.batch ? a.batch : 1, bias.head ? a.heads : 1,
+                bias.query ? ceil_div(a.queries, kTile) : 1, bias.key ? ceil_div(a.keys, kTile) : 1, 1};
+  const int64_t owners = plan.batches * plan.heads * plan.query_tiles * plan.key_tiles;
+  const int64_t terms = a.batch * a.heads * ceil_div(a.queries, kTile) * ceil_div(a.keys, kTile) / owners;
+  // Few owners would leave threads idle: cut their sums, the same way whatever the number of threads.
+  constexpr int64_t kOwnersEnough = 64;
+  plan.chunks = owners >= kOwnersEnough ? 1 : std::min<int64_t>(8, terms);
+  const int64_t tile_bytes = kTile * kTile * kernels.element_size;
+  const double flops = 4 * pair_count(a) * static_cast<double>(std::max(a.head_dim, a.value_dim));
+  if (plan.chunks == 1) {
+    const int64_t scratch_bytes = kernels.backward_scratch_bytes(a);
+    for_each_task(owners, flops, scratch_bytes + tile_bytes + 64, [&](int64_t owner, void* scratch) {
+      char* sums = static_cast<char*>(scratch) + (scratch_bytes + 63) / 64 * 64;
+      kernels.bias_share(a, g, plan, owner, 0, sums, scratch);
+      kernels.bias_finish(a, g, plan, owner, sums, scratch);
+    });
+    return;
+  }
+  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(owners * plan.chunks * tile_bytes);
+  char* sums = static_cast<char*>(memory.get());
+  for_each_task(owners * plan.chunks, flops, kernels.backward_scratch_bytes(a),
+                [&](int64_t task, void* scratch) {
+                  kernels.bias_share(a, g, plan, task / plan.chunks, task % plan.chunks,
+                                     sums + task * tile_bytes, scratch);
+                });
+  for_each_task(owners, 0, kernels.backward_scratch_bytes(a), [&](int64_t owner, void* scratch) {
+    kernels.bias_finish(a, g, plan, owner, sums + owner * plan.chunks * tile_bytes, scratch);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& mask,
+    const OptionalTensor& bias, const OptionalTensor& key_lengths, const OptionalTensor& seed,
+    OptionalString corner, OptionalSymInt window_left, OptionalSymInt window_right,
+    double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin,
+    std::array<bool, 4> output_mask) {
+  std::vector<Tensor> keep;
+  Attention a = describe(query, key, &value, mask, bias, key_lengths, seed,
+                         {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
+  check_saved(grad_out, grad_lse, query, value, out, lse);
+  const Tensor lse_rows = lse.contiguous();
+  a.out = rows_of(out, keep);
+  a.lse = lse_rows.data_ptr();
+
+  const Tensor grad_query = empty_grad(query, output_mask[0]), grad_key = empty_grad(key, output_mask[1]);
+  const Tensor grad_value = empty_grad(value, output_mask[2]);
+  const Tensor grad_bias = empty_grad_bias(query, bias, output_mask[3]).zero_();
+  const Tensor delta = at::empty(lse_rows.sizes(), lse_rows.options());
+  const Tensor grad_lse_rows = grad_lse ? grad_lse->contiguous() : Tensor();
+  AttentionGrad g;
+  g.grad_out = rows_of(grad_out, keep);
+  g.delta = delta.data_ptr();
+  if (output_mask[0]) g.grad_query = rows_of(grad_query, keep);
+  if (output_mask[1]) g.grad_key = rows_of(grad_key, keep);
+  if (output_mask[2]) g.grad_value = rows_of(grad_value, keep);
+  if (output_mask[3] && bias) g.grad_bias = pairs_of(grad_bias);
+
+  const TypeKernels& kernels = kernels_for(a);
+  for_each_task(a.batch * a.heads * query_blocks(a), 2 * static_cast<double>(out.numel()), 0,
+                [&](int64_t task, void*) {
+                  const QueryBlock q = query_block(a, task);
+                  kernels.delta(a, g, grad_lse ? grad_lse_rows.data_ptr() : nullptr,
+                                delta.data_ptr(), q.batch, q.head, q.block);
+                });
+  run_backward(a, g, kernels);
+  run_bias(a, g, kernels);
+  return {grad_query, grad_key, grad_value, grad_bias};
+}
+
+// Rows of the weights that are wanted and stand one after the other: one call of the kernel.
+struct RowRun {
+  int64_t query, count, to;
+};
+std::vector<RowRun> row_runs(const Attention& a, at::OptionalIntArrayRef rows) {
+  std::vector<RowRun> runs;
+  const int64_t count = rows ? static_cast<int64_t>(rows->size()) : a.queries;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t query = rows ? (*rows)[i] : i;
+    if (!runs.empty() && runs.back().query + runs.back().count == query && runs.back().count < kTile)
+      runs.back().count++;
+    else
+      runs.push_back({query, 1, i});
+  }
+  return runs;
+}
+
+Tensor attention_weights(const Tensor& query, const Tensor& key, const OptionalTensor& lse,
+                         const OptionalTensor& mask, const OptionalTensor& bias,
+                         const OptionalTensor& key_lengths, OptionalString corner,
+                         OptionalSymInt window_left, OptionalSymInt window_right, double scale,
+                         bool uniform_empty_rows, c10::SymIntArrayRef origin,
+                         at::OptionalIntArrayRef heads, at::OptionalIntArrayRef rows) {
+  std::vector<Tensor> keep;
+  Attention a = describe(query, key, nullptr, mask, bias, key_lengths, std::nullopt,
+                         {corner, window_left, window_right, 0.0, scale, uniform_empty_rows, origin}, keep);
+  check_selection(query, lse, heads, rows);
+  const Tensor lse_rows = lse ? lse->contiguous() : Tensor();
+  a.lse = lse ? lse_rows.data_ptr() : nullptr;
+  const Tensor weights = empty_weights(query, key, heads, rows);
+  const std::vector<RowRun> runs = row_runs(a, rows);
+  const int64_t run_count = static_cast<int64_t>(runs.size()), head_count = weights.size(1);
+  const int64_t row_count = weights.size(2), item = weights.element_size();
+  char* to = static_cast<char*>(weights.mutable_data_ptr());
+  const TypeKernels& kernels = kernels_for(a);
+  for_each_task(a.batch * head_count * run_count,
+                4.0 * static_cast<double>(weights.numel()) * static_cast<double>(a.head_dim),
+                kernels.forward_scratch_bytes(a), [&](int64_t task, void* scratch) {
+                  const RowRun& run = runs[task % run_count];
+                  const int64_t row = task / run_count, h = row % head_count;
+                  kernels.weights(a, row / head_count, heads ? (*heads)[h] : h, run.query, run.count,
+                                  to + (row * row_count + run.to) * a.keys * item, scratch);
+                });
+  return weights;
+}
+
+// The gradient of P reaches Q, K and the bias through the softmax alone: dS = P o (dP - rowsum(P o dP)). That is the
+// backward of attention with dP given instead of dO V^T.
+std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
+    const Tensor& grad_weights, const Tensor& weights, const Tensor& query, const Tensor& key,
+    const OptionalTensor& lse, const OptionalTensor& mask, const OptionalTensor& bias,
+    const OptionalTensor& key_lengths, OptionalString corner, OptionalSymInt window_left,
+    OptionalSymInt window_right, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin,
+    at::OptionalIntArrayRef heads, at::OptionalIntArrayRef rows, std::array<bool, 3> output_mask) {
+  check_selection(query, lse, heads, rows);
+  check_weights("grad_weights", grad_weights, query, key, heads, rows);
+  check_weights("weights", weights, query, key, heads, rows);
+  // No value: with Dv = 0 the forward gives lse alone, and nothing reaches grad_value.
+  const Tensor value = at::empty({key.size(0), key.size(1), key.size(2), 0}, key.options());
+  Tensor lse_rows =
+      lse ? lse->contiguous()
+          : std::get<1>(attention_forward(query, key, value, mask, bias, key_lengths, std::nullopt,
+                                          corner, window_left, window_right, 0.0, scale,
+                                          uniform_empty_rows, origin));
+  std::vector<Tensor> keep;
+  Attention a = describe(query, key, &value, mask, bias, key_lengths, std::nullopt,
+                         {corner, window_left, window_right, 0.0, scale, uniform_empty_rows, origin}, keep);
+  a.lse = lse_rows.data_ptr();
+
+  // A hidden pair has P = 0 and an unknown dP: select, do not multiply.
+  Tensor grad = grad_weights, delta;
+  const auto sum_type = lse_rows.scalar_type();
+  delta = at::where(weights.eq(0), at::zeros({}, lse_rows.options()), at::mul(weights.to(sum_type), grad.to(sum_type))).sum(-1);
+  if (heads || rows) {  // the rest of P had no use, so its cotangent is zero
+    const auto place = [&](const Tensor& part) {
+      Tensor whole = part;
+      const auto spread = [&](at::IntArrayRef at_indices, int64_t dim, int64_t size) {
+        std::vector<int64_t> shape = whole.sizes().vec();
+        shape[dim] = size;
+        const Tensor index = at::empty({static_cast<int64_t>(at_indices.size())}, at::kLong);
+        std::copy(at_indices.begin(), at_indices.end(), index.mutable_data_ptr<int64_t>());
+        whole = at::zeros(shape, whole.options()).index_copy(dim, index, whole);
+      };
+      if (heads) spread(*heads, 1, query.size(1));
+      if (rows) spread(*rows, 2, query.size(2));
+      return whole;
+    };
+    grad = place(grad);
+    delta = place(delta);
+  }
+  delta = delta.contiguous();
+
+  const Tensor grad_query = empty_grad(query, output_mask[0]), grad_key = empty_grad(key, output_mask[1]);
+  const Tensor grad_bias = empty_grad_bias(query, bias, output_mask[2]).zero_();
+  AttentionGrad g;
+  g.grad_weights = pairs_of(grad);
+  g.delta = delta.data_ptr();
+  if (output_mask[0]) g.grad_query = rows_of(grad_query, keep);
+  if (output_mask[1]) g.grad_key = rows_of(grad_key, keep);
+  if (output_mask[2] && bias) g.grad_bias = pairs_of(grad_bias);
+  const TypeKernels& kernels = kernels_for(a);
+  run_backward(a, g, kernels);
+  run_bias(a, g, kernels);
+  return {grad_query, grad_key, grad_bias};
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu
+
+TORCH_LIBRARY_IMPL(mha_ext, CPU, m) {
+  m.impl("attention_forward", mha_ext::cpu::attention_forward);
+  m.impl("attention_backward", mha_ext::cpu::attention_backward);
+  m.impl("attention_weights", mha_ext::cpu::attention_weights);
+  m.impl("attention_weights_backward", mha_ext::cpu::attention_weights_backward);
+}

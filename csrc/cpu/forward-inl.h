@@ -1,0 +1,269 @@
+// Forward: one pass over the keys with a running maximum m and sum l (Milakov & Gimelshein 2018; Dao et al. 2022).
+//   S = scale Q K^T + bias,  P = exp(S - m),  O = sum P V / l,  lse = m + log l
+namespace mha_ext::cpu {
+namespace {
+
+template <class K>
+struct ForwardScratch {
+  using T = typename K::T;
+  using Unit = typename K::Unit;
+  Unit *query, *key, *value, *pairs;
+  T *s, *out, *extra, *m, *l;
+  uint64_t *bits, *keep;
+
+  ForwardScratch(const Attention& a, Arena& arena) {
+    query = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);
+    key = arena.take<Unit>(kTile * padded<K>(a.head_dim));
+    value = arena.take<Unit>(kTile * padded<K>(a.value_dim));
+    pairs = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
+    s = arena.take<T>(kTile * kRow);
+    out = arena.take<T>(a.value_dim * kRow);
+    extra = arena.take<T>(max_of(a.bias.data ? kTile : 0, a.uniform_empty_rows ? a.value_dim : 0) * kRow);
+    m = arena.take<T>(kRow);
+    l = arena.take<T>(kRow);
+    bits = arena.take<uint64_t>(kTile);
+    keep = arena.take<uint64_t>(kTile);
+  }
+};
+
+// One tile of scores: raises m, rescales l and the output where m grew by more than e^5.5, S -> P, adds P to l.
+template <class K>
+void softmax_tile(int64_t keys, int64_t vectors, typename K::T* s, typename K::T* m,
+                  typename K::T* l, typename K::T* out, int64_t value_dim) {
+  using X = typename K::X;
+  using V = typename X::V;
+  const V lowest = X::set(-(typename K::T)INFINITY), slack = X::set((typename K::T)5.5);
+  for (int64_t i = 0; i < vectors; i++) {
+    typename K::T* column = s + i * K::kLanes;
+    V top0 = lowest, top1 = lowest, top2 = lowest, top3 = lowest;
+    int64_t n = 0;
+    for (; n + 4 <= keys; n += 4) {
+      top0 = X::max(X::load(column + n * kRow), top0);
+      top1 = X::max(X::load(column + (n + 1) * kRow), top1);
+      top2 = X::max(X::load(column + (n + 2) * kRow), top2);
+      top3 = X::max(X::load(column + (n + 3) * kRow), top3);
+    }
+    for (; n < keys; n++) top0 = X::max(X::load(column + n * kRow), top0);
+    const V top = X::max(X::max(top0, top1), X::max(top2, top3));
+    const V old = X::load(m + i * K::kLanes);
+    const typename X::M grows = X::gt(top, X::add(old, slack));
+    V level = X::select(grows, top, old);
+    if (X::bits(grows)) {
+      X::store(m + i * K::kLanes, level);
+      const V factor = X::select(grows, exp_of<X>(X::sub(old, level)), X::set(1));
+      X::store(l + i * K::kLanes, X::mul(factor, X::load(l + i * K::kLanes)));
+      typename K::T* o = out + i * K::kLanes;
+      for (int64_t d = 0; d < value_dim; d++) X::store(o + d * kRow, X::mul(factor, X::load(o + d * kRow)));
+    }
+    // A row that has seen nothing yet: -inf - -inf would be NaN.
+    level = X::select(X::eq(level, lowest), X::zero(), level);
+    V sum0 = X::zero(), sum1 = X::zero();
+    n = 0;
+    for (; n + 2 <= keys; n += 2) {
+      const V p0 = exp_of<X>(X::sub(X::load(column + n * kRow), level));
+      const V p1 = exp_of<X>(X::sub(X::load(column + (n + 1) * kRow), level));
+      X::store(column + n * kRow, p0);
+      X::store(column + (n + 1) * kRow, p1);
+      sum0 = X::add(sum0, p0);
+      sum1 = X::add(sum1, p1);
+    }
+    if (n < keys) {
+      const V p = exp_of<X>(X::sub(X::load(column + n * kRow), level));
+      X::store(column + n * kRow, p);
+      sum0 = X::add(sum0, p);
+    }
+    X::store(l + i * K::kLanes, X::add(X::load(l + i * K::kLanes), X::add(sum0, sum1)));
+  }
+}
+
+// tile[key][64 r] = bit ? tile : otherwise
+template <class K>
+void select_tile(const uint64_t* bits, int64_t keys, int64_t vectors, typename K::T otherwise,
+                 typename K::T* tile) {
+  using X = typename K::X;
+  const typename X::V v = X::set(otherwise);
+  for (int64_t n = 0; n < keys; n++)
+    for (int64_t i = 0; i < vectors; i++) {
+      typename K::T* p = tile + n * kRow + i * K::kLanes;
+      X::store(p, X::select(X::mask(bits[n] >> (i * K::kLanes)), X::load(p), v));
+    }
+}
+
+// out[d][64 r] += P V for the P in w.s
+template <class K>
+void add_values(const Attention& a, int64_t b, int64_t h, int64_t vectors, int64_t k0, int64_t keys,
+                bool partial, ForwardScratch<K>& w, typename K::T* out) {
+  const typename K::S* value = row_of<K>(a.value, b, kv_head(a, h), k0);
+  if (partial && !all_finite<K>(value, a.value.row, keys, a.value_dim))
+    return select_lanes<K>(w.s, w.bits, value, a.value.row, keys, a.value_dim, vectors, out);
+  const Operand columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value);
+  product<typename K::X, typename K::Dot, Contiguous::kAlongM, Update::kAdd>(
+      columns, a.value_dim, units_of<K>(keys), tile_vectors<K>(w.s, keys, vectors, w.pairs), kRow,
+      vectors, out, kRow);
+}
+
+// m, l and (with_values) the unnormalised output of queries [q0, q0 + rows).
+template <class K>
+void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, bool with_values,
+               ForwardScratch<K>& w) {
+  using T = typename K::T;
+  const int64_t vectors = vectors_of<K>(rows), value_dim = with_values ? a.value_dim : 0;
+  const int64_t kv = kv_head(a, h);
+  for (int64_t r = 0; r < kRow; r++) {
+    w.m[r] = -(T)INFINITY;
+    w.l[r] = 0;
+  }
+  for (int64_t i = 0; i < value_dim * kRow; i++) w.out[i] = 0;
+  pack_lanes<K>(row_of<K>(a.query, b, h, q0), a.query.row, rows, a.head_dim, w.query);
+
+  const Range seen = seen_by_any(a, b, q0, q0 + rows - 1);
+  for (int64_t k0 = seen.begin / kTile * kTile; k0 < seen.end; k0 += kTile) {
+    const int64_t keys = min_of(kTile, a.keys - k0);
+    Visibility visible = tile_visibility(a, b, h, q0, rows, k0, keys, w.bits);
+    if (visible == Visibility::kEmpty) continue;
+    const Operand key_rows =
+        rows_operand<K>(row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, w.key);
+    visible = scores<K>(a, b, h, q0, rows, k0, keys, w.query, key_rows, visible, w.bits, w.s, w.extra);
+    const bool partial = visible == Visibility::kPartial;
+    if (partial) select_tile<K>(w.bits, keys, vectors, -(T)INFINITY, w.s);
+    softmax_tile<K>(keys, vectors, w.s, w.m, w.l, w.out, value_dim);
+    if (!with_values) continue;
+    if (a.dropout.seed) {
+      dropout_tile<K>(a, b, h, q0, rows, k0, keys, w.keep);
+      select_tile<K>(w.keep, keys, vectors, 0, w.s);
+    }
+    add_values<K>(a, b, h, vectors, k0, keys, partial, w, w.out);
+  }
+}
+
+// tile[key][64 r] = 1 / Lk in the rows of `empty` that dropout keeps, else 0: P of rows that see nothing.
+template <class K>
+void uniform_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
+                  int64_t keys, uint64_t empty, uint64_t* keep, typename K::T* tile) {
+  if (a.dropout.seed) dropout_tile<K>(a, b, h, q0, rows, k0, keys, keep);
+  for (int64_t n = 0; n < keys; n++) {
+    if (a.dropout.seed)
+      keep[n] &= empty;
+    else
+      keep[n] = empty;
+  }
+  for (int64_t i = 0; i < keys * kRow; i++) tile[i] = (typename K::T)1 / (typename K::T)a.keys;
+  select_tile<K>(keep, keys, vectors_of<K>(rows), 0, tile);
+}
+
+template <class K>
+void forward(const Attention& a, int64_t b, int64_t h, int64_t block, void* scratch) {
+  using T = typename K::T;
+  using X = typename K::X;
+  Arena arena{(char*)scratch};
+  ForwardScratch<K> w(a, arena);
+  const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
+  scan_keys<K>(a, b, h, q0, rows, true, w);
+
+  const T kept = (T)a.dropout.keep_scale;
+  T* lse = (T*)a.lse + (b * a.heads + h) * a.queries + q0;
+  uint64_t empty = 0;
+  for (int64_t r = 0; r < rows; r++) {
+    const bool none = w.l[r] == 0;
+    empty |= (uint64_t)none << r;
+    lse[r] = none ? -(T)INFINITY : w.m[r] + log_of(w.l[r]);
+  }
+  for (int64_t r = 0; r < kRow; r++) w.l[r] = r < rows && w.l[r] != 0 ? kept / w.l[r] : 0;
+  if (empty && a.uniform_empty_rows) {
+    const int64_t vectors = vectors_of<K>(rows);
+    for (int64_t i = 0; i < a.value_dim * kRow; i++) w.extra[i] = 0;
+    for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
+      const int64_t keys = min_of(kTile, a.keys - k0);
+      uniform_tile<K>(a, b, h, q0, rows, k0, keys, empty, w.keep, w.s);
+      add_values<K>(a, b, h, vectors, k0, keys, false, w, w.extra);
+    }
+    for (int64_t d = 0; d < a.value_dim; d++)
+      for (int64_t i = 0; i < vectors; i++) {
+        const int64_t at = d * kRow + i * K::kLanes;
+        X::store(w.out + at, X::select(X::mask(empty >> (i * K::kLanes)), X::load(w.extra + at),
+                                       X::load(w.out + at)));
+      }
+    for (int64_t r = 0; r < rows; r++)
+      if (empty >> r & 1) w.l[r] = kept;
+  }
+  transpose_out<X>(w.out, w.l, rows, a.value_dim, row_of<K>(a.out, b, h, q0), a.out.row);
+}
+
+// What exp subtracts from S to give P: lse = high + low, and +inf in rows that see nothing. Where |lse| is so large
+// that m + log l has lost log l (scores near finfo.min), m and log l are found again, unless lse came from elsewhere.
+template <class K>
+void row_levels(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
+                ForwardScratch<K>& w, typename K::T* high, typename K::T* low) {
+  using T = typename K::T;
+  const T* lse = (const T*)a.lse + (b * a.heads + h) * a.queries + q0;
+  bool coarse = false;
+  for (int64_t r = 0; r < kRow; r++) {
+    high[r] = r >= rows || lse[r] == -(T)INFINITY ? (T)INFINITY : lse[r];
+    low[r] = 0;
+    coarse |= r < rows && (lse[r] > 8192 || (lse[r] < -8192 && lse[r] != -(T)INFINITY));
+  }
+  if (!coarse) return;
+  scan_keys<K>(a, b, h, q0, rows, false, w);
+  for (int64_t r = 0; r < rows; r++) {
+    const T rest = log_of(w.l[r]);
+    if (lse[r] == w.m[r] + rest) {
+      high[r] = w.m[r];
+      low[r] = rest;
+    }
+  }
+}
+
+template <class K>
+void weights(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, void* out_pointer,
+             void* scratch) {
+  using T = typename K::T;
+  using X = typename K::X;
+  Arena arena{(char*)scratch};
+  ForwardScratch<K> w(a, arena);
+  T* high = arena.take<T>(kRow);
+  T* low = arena.take<T>(kRow);
+  T* one = arena.take<T>(kRow);
+  const int64_t vectors = vectors_of<K>(rows), kv = kv_head(a, h);
+  typename K::S* out = (typename K::S*)out_pointer;
+  for (int64_t r = 0; r < kRow; r++) one[r] = 1;
+  if (a.lse) {
+    row_levels<K>(a, b, h, q0, rows, w, high, low);
+  } else {
+    scan_keys<K>(a, b, h, q0, rows, false, w);
+    for (int64_t r = 0; r < kRow; r++) {
+      high[r] = w.l[r] == 0 ? (T)INFINITY : w.m[r];
+      low[r] = w.l[r] == 0 ? 0 : log_of(w.l[r]);
+    }
+  }
+  uint64_t empty = 0;
+  for (int64_t r = 0; r < rows; r++) empty |= (uint64_t)(high[r] == (T)INFINITY && low[r] == 0) << r;
+  if (!a.uniform_empty_rows) empty = 0;
+
+  pack_lanes<K>(row_of<K>(a.query, b, h, q0), a.query.row, rows, a.head_dim, w.query);
+  for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
+    const int64_t keys = min_of(kTile, a.keys - k0);
+    Visibility visible = tile_visibility(a, b, h, q0, rows, k0, keys, w.bits);
+    if (visible == Visibility::kEmpty) {
+      for (int64_t i = 0; i < keys * kRow; i++) w.s[i] = 0;
+    } else {
+      const Operand key_rows =
+          rows_operand<K>(row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, w.key);
+      visible = scores<K>(a, b, h, q0, rows, k0, keys, w.query, key_rows, visible, w.bits, w.s, w.extra);
+      for (int64_t n = 0; n < keys; n++)
+        for (int64_t i = 0; i < vectors; i++) {
+          const int64_t lane = i * K::kLanes;
+          T* p = w.s + n * kRow + lane;
+          X::store(p, exp_of<X>(X::sub(X::sub(X::load(p), X::load(high + lane)), X::load(low + lane))));
+        }
+      if (visible == Visibility::kPartial) select_tile<K>(w.bits, keys, vectors, 0, w.s);
+    }
+    if (empty)
+      for (int64_t n = 0; n < keys; n++)
+        for (int64_t r = 0; r < rows; r++)
+          if (empty >> r & 1) w.s[n * kRow + r] = (T)1 / (T)a.keys;
+    transpose_out<X>(w.s, one, rows, keys, out + k0, a.keys);
+  }
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu

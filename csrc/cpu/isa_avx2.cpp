@@ -1,0 +1,27 @@
+// AVX2 with FMA and F16C (Haswell, Zen and later).
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+
+#include "kernels.h"
+#include "target.h"
+
+TARGET_BEGIN("avx2,fma,f16c,bmi,bmi2")
+#include "../spec/dropout.h"
+#include "scalar-inl.h"
+#include "vec_avx2-inl.h"
+//
+#include "product-inl.h"
+#include "tile-inl.h"
+//
+#include "forward-inl.h"
+//
+#include "backward-inl.h"
+//
+#include "table-inl.h"
+
+namespace mha_ext::cpu {
+extern const Kernels kAvx2;
+constexpr Kernels kAvx2 = kernels<F32x8, F64x4>("avx2");
+}  // namespace mha_ext::cpu
+TARGET_END

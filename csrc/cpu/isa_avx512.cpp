@@ -1,0 +1,27 @@
+// AVX-512 without bfloat16 products (Skylake-X and later): 16-bit types are widened to float.
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+
+#include "kernels.h"
+#include "target.h"
+
+TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
+#include "../spec/dropout.h"
+#include "scalar-inl.h"
+#include "vec_avx512-inl.h"
+//
+#include "product-inl.h"
+#include "tile-inl.h"
+//
+#include "forward-inl.h"
+//
+#include "backward-inl.h"
+//
+#include "table-inl.h"
+
+namespace mha_ext::cpu {
+extern const Kernels kAvx512;
+constexpr Kernels kAvx512 = kernels<F32x16, F64x8>("avx512");
+}  // namespace mha_ext::cpu
+TARGET_END

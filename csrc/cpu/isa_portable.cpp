@@ -1,0 +1,22 @@
+// Any machine: 128-bit vectors of the compiler's own extension.
+#include <math.h>
+#include <stdint.h>
+
+#include "../spec/dropout.h"
+#include "kernels.h"
+#include "scalar-inl.h"
+#include "vec_portable-inl.h"
+//
+#include "product-inl.h"
+#include "tile-inl.h"
+//
+#include "forward-inl.h"
+//
+#include "backward-inl.h"
+//
+#include "table-inl.h"
+
+namespace mha_ext::cpu {
+extern const Kernels kPortable;
+constexpr Kernels kPortable = kernels<F32x4, F64x2>("portable");
+}  // namespace mha_ext::cpu

@@ -1,0 +1,86 @@
+// 16-bit storage types and what differs between float and double.
+namespace mha_ext::cpu {
+namespace {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+inline float bits_to_float(uint32_t u) {
+  float f;
+  __builtin_memcpy(&f, &u, 4);
+  return f;
+}
+inline uint32_t float_to_bits(float f) {
+  uint32_t u;
+  __builtin_memcpy(&u, &f, 4);
+  return u;
+}
+
+inline float widen(BFloat16 x) { return bits_to_float((uint32_t)x.bits << 16); }
+inline float widen(Float16 x) {
+  const uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
+  if (magnitude >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+  // A subnormal half has no implicit bit: scale through a float product, which is exact either way.
+  const float value = bits_to_float(magnitude << 13) * 0x1p112f;
+  return bits_to_float(sign | float_to_bits(value));
+}
+inline float widen(float x) { return x; }
+inline double widen(double x) { return x; }
+
+// Round to nearest even, NaN stays NaN.
+inline void narrow(float x, BFloat16* out) {
+  const uint32_t u = float_to_bits(x);
+  out->bits = x != x ? 0x7fc0 : (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+inline void narrow(float x, Float16* out) {
+  const uint32_t u = float_to_bits(x), sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffff;
+  uint32_t half;
+  if (magnitude > 0x7f800000) {
+    half = 0x7e00;
+  } else if (magnitude >= 0x477ff000) {  // rounds past 65504
+    half = 0x7c00;
+  } else if (magnitude < 0x38800000) {  // subnormal half: let the float adder round at 2^-24
+    half = float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000;
+  } else {
+    half = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  }
+  out->bits = (uint16_t)(sign | half);
+}
+inline void narrow(float x, float* out) { *out = x; }
+inline void narrow(double x, double* out) { *out = x; }
+
+inline float log_of(float x) { return logf(x); }
+inline double log_of(double x) { return log(x); }
+
+// e^x = 2^n e^r with n = round(x log2 e), |r| <= ln(2) / 2. The polynomials minimise the largest relative error
+// of e^r (9.5e-8 for float with e^0 = 1 exactly, 4e-18 for double). `magic` rounds n to an integer whose low bits
+// are n + the exponent bias, so that a shift makes 2^n; from `lowest` down that is exactly 0.
+template <class T>
+struct Exp;
+template <>
+struct Exp<float> {
+  static constexpr float magic = 12582912.0f + 127.0f, lowest = -88.2f;
+  static constexpr float log2e = 1.44269504f, ln2_high = 0.693147182f, ln2_low = -1.90465421e-9f;
+  static constexpr int degree = 5;
+  static constexpr float coefficient[] = {1.0f,         0.999999707f,  0.499991492f,
+                                          0.166676366f, 0.0418979754f, 0.00829030616f};
+};
+template <>
+struct Exp<double> {
+  static constexpr double magic = 6755399441055744.0 + 1023.0, lowest = -709.2;
+  static constexpr double log2e = 1.4426950408889634, ln2_high = 0.69314718055994529,
+                          ln2_low = 2.3190468138462996e-17;
+  static constexpr int degree = 11;
+  static constexpr double coefficient[] = {
+      1.0, 1.00000000000000003, 0.50000000000000177032, 0.16666666666666168167,
+      0.041666666666492628989, 0.0083333333335594517973, 0.001388888895126120425,
+      0.00019841269432434438281, 0.000024801486481283498188, 2.7557622652024488477e-6,
+      2.7632308224452544435e-7, 2.4994293345730463606e-8};
+};
+
+}  // namespace
+}  // namespace mha_ext::cpu

@@ -1,0 +1,39 @@
+// The functions of one instruction set and one type, as kernels.h wants them.
+namespace mha_ext::cpu {
+namespace {
+
+template <class K>
+int64_t backward_scratch_bytes(const Attention& a) {
+  Arena backward_arena{nullptr}, bias_arena{nullptr};
+  BackwardScratch<K> backward_scratch(a, backward_arena);
+  GradScratch<K> bias_scratch(a, bias_arena);
+  bias_arena.take<typename K::Unit>(kTile * padded<K>(a.head_dim));
+  bias_arena.take<typename K::Unit>(kTile * padded<K>(a.value_dim));
+  return max_of(backward_arena.used, bias_arena.used);
+}
+
+template <class K>
+int64_t forward_scratch_bytes(const Attention& a) {
+  Arena arena{nullptr};
+  ForwardScratch<K> scratch(a, arena);
+  return arena.used + 3 * round_up(kRow * (int64_t)sizeof(typename K::T), 64);
+}
+
+template <class X, class Dot, class S>
+constexpr TypeKernels type_kernels() {
+  using K = Kind<X, Dot, S>;
+  return {sizeof(typename K::T), forward_scratch_bytes<K>, backward_scratch_bytes<K>, forward<K>, delta<K>,
+          backward<K>,           add_ranges<K>,            bias_share<K>,    bias_finish<K>,
+          weights<K>,            multiply_add<X, Dot>};
+}
+
+template <class F32, class F64>
+constexpr Kernels kernels(const char* name) {
+  return {name,
+          {type_kernels<F64, Multiply<F64>, double>(), type_kernels<F32, Multiply<F32>, float>(),
+           type_kernels<F32, Multiply<F32>, BFloat16>(),
+           type_kernels<F32, Multiply<F32>, Float16>()}};
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu

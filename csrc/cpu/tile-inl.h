@@ -1,0 +1,367 @@
+// What happens to one tile of 64 queries x 64 keys beside the products: packing, exp, masks, dropout.
+// A tile in scratch is stored [key or column][64 queries]: the lanes are query rows, so softmax needs no
+// reduction across lanes. K describes a kernel: X (vectors), Dot (products), S (storage type).
+namespace mha_ext::cpu {
+namespace {
+
+template <class X_, class Dot_, class S_>
+struct Kind {
+  using X = X_;
+  using Dot = Dot_;
+  using S = S_;
+  using T = typename X::T;
+  using Unit = typename Dot::Unit;
+  static constexpr int kLanes = X::kLanes;
+  static constexpr bool kPairs = Dot::kStep == 2;
+  static constexpr bool kInPlace = sizeof(S) == sizeof(T);  // storage is what the products read
+};
+
+constexpr int64_t kRow = kTile;  // lanes of a tile row
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+template <class K>
+int64_t vectors_of(int64_t n) {
+  return (n + K::kLanes - 1) / K::kLanes;
+}
+template <class K>
+int64_t units_of(int64_t n) {
+  return (n + K::Dot::kStep - 1) / K::Dot::kStep;
+}
+template <class K>
+int64_t padded(int64_t n) {
+  return round_up(n, K::kLanes);
+}
+
+// Hands out 64-byte aligned pieces of a scratch block; with base 0 it only measures.
+struct Arena {
+  char* base;
+  int64_t used = 0;
+  template <class Type>
+  Type* take(int64_t count) {
+    Type* p = (Type*)(base + used);
+    used += round_up(count * (int64_t)sizeof(Type), 64);
+    return p;
+  }
+};
+
+template <class K>
+typename K::S* row_of(const Rows& t, int64_t b, int64_t h, int64_t row) {
+  return (typename K::S*)t.data + b * t.batch + h * t.head + row * t.row;
+}
+
+template <class X>
+typename X::V exp_of(typename X::V x) {
+  using E = Exp<typename X::T>;
+  x = X::max(X::set(E::lowest), x);  // NaN stays NaN
+  const typename X::V magic = X::set(E::magic), n = X::fma(x, X::set(E::log2e), magic);
+  const typename X::V whole = X::sub(n, magic);
+  typename X::V r = X::fma(whole, X::set(-E::ln2_high), x);
+  if constexpr (sizeof(typename X::T) == 8) r = X::fma(whole, X::set(-E::ln2_low), r);
+  typename X::V p = X::set(E::coefficient[E::degree]);
+#pragma GCC unroll 12
+  for (int i = E::degree - 1; i >= 0; i--) p = X::fma(p, r, X::set(E::coefficient[i]));
+  return X::mul(p, X::power_of_two(n));
+}
+
+// to[c][64 r] = from[r][c], zero in the lanes past `rows` (up to whole vectors).
+template <class X, class From>
+void transpose_in(const From* from, int64_t stride, int64_t rows, int64_t columns,
+                  typename X::T* to) {
+  constexpr int kLanes = X::kLanes;
+  for (int64_t r = 0; r < rows; r += kLanes) {
+    const int64_t height = min_of(kLanes, rows - r);
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      const int64_t width = min_of(kLanes, columns - c);
+      const From* p = from + r * stride + c;
+      typename X::V block[kLanes];
+      if (height == kLanes && width == kLanes) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) block[i] = X::load(p + i * stride);
+      } else {
+        for (int i = 0; i < kLanes; i++)
+          block[i] = i >= height       ? X::zero()
+                     : width == kLanes ? X::load(p + i * stride)
+                                       : X::load(p + i * stride, width);
+      }
+      X::transpose(block);
+      if (width == kLanes) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) X::store(to + (c + i) * kRow + r, block[i]);
+      } else {
+        for (int i = 0; i < width; i++) X::store(to + (c + i) * kRow + r, block[i]);
+      }
+    }
+  }
+}
+
+// to[r][c] = factor[r] * from[c][64 r]
+template <class X, class To>
+void transpose_out(const typename X::T* from, const typename X::T* factor, int64_t rows,
+                   int64_t columns, To* to, int64_t stride) {
+  constexpr int kLanes = X::kLanes;
+  for (int64_t r = 0; r < rows; r += kLanes) {
+    const int64_t height = min_of(kLanes, rows - r);
+    const typename X::V f = X::load(factor + r);
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      const int64_t width = min_of(kLanes, columns - c);
+      typename X::V block[kLanes];
+      for (int i = 0; i < kLanes; i++)
+        block[i] = i < width ? X::mul(f, X::load(from + (c + i) * kRow + r)) : X::zero();
+      X::transpose(block);
+      To* p = to + r * stride + c;
+      for (int i = 0; i < height; i++) {
+        if (width == kLanes)
+          X::store(p + i * stride, block[i]);
+        else
+          X::store(p + i * stride, block[i], width);
+      }
+    }
+  }
+}
+
+// to[r][c] = factor * from[r][c]
+template <class X, class To>
+void scale_out(const typename X::T* from, int64_t ld, typename X::T factor, int64_t rows,
+               int64_t columns, To* to, int64_t stride) {
+  const typename X::V f = X::set(factor);
+  for (int64_t r = 0; r < rows; r++) {
+    int64_t c = 0;
+    for (; c + X::kLanes <= columns; c += X::kLanes)
+      X::store(to + r * stride + c, X::mul(f, X::load(from + r * ld + c)));
+    if (c < columns)
+      X::store(to + r * stride + c, X::mul(f, X::load(from + r * ld + c)), columns - c);
+  }
+}
+
+// Query-like rows as vectors along t = column: [units of columns][64 rows].
+template <class K>
+void pack_lanes(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns,
+                typename K::Unit* to) {
+  if constexpr (!K::kPairs) {
+    transpose_in<typename K::X>(from, stride, rows, columns, to);
+  } else {
+    using F = typename K::X;  // pairs of bfloat16 move as if they were floats
+    const int64_t even = columns / 2;
+    if (stride % 2 == 0 || rows == 1) {
+      transpose_in<F>((const float*)from, stride / 2, rows, even, (float*)to);
+    } else {
+      for (int64_t r = 0; r < round_up(rows, K::kLanes); r++)
+        for (int64_t c = 0; c < even; c++) {
+          uint32_t unit = 0;
+          if (r < rows) __builtin_memcpy(&unit, from + r * stride + 2 * c, 4);
+          to[c * kRow + r] = unit;
+        }
+    }
+    if (columns % 2)
+      for (int64_t r = 0; r < round_up(rows, K::kLanes); r++)
+        to[even * kRow + r] = r < rows ? from[r * stride + columns - 1].bits : 0;
+  }
+}
+
+// Rows as units along t = row: [units of rows][ld], zero past the last column and row.
+template <class K>
+void pack_rows(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns,
+               typename K::Unit* to, int64_t ld) {
+  using X = typename K::X;
+  if constexpr (!K::kPairs) {
+    for (int64_t r = 0; r < rows; r++) {
+      int64_t c = 0;
+      for (; c + K::kLanes <= columns; c += K::kLanes)
+        X::store(to + r * ld + c, X::load(from + r * stride + c));
+      if (c < columns) X::store(to + r * ld + c, X::load(from + r * stride + c, columns - c));
+    }
+  } else {
+    K::Dot::interleave(from, stride, rows, columns, to, ld);
+  }
+}
+
+// K or V as A with t = column. Where the storage is what the products read, that is the memory itself.
+template <class K>
+Operand rows_operand(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns,
+                     typename K::Unit* scratch) {
+  constexpr int64_t kUnit = sizeof(typename K::Unit);
+  if constexpr (K::kInPlace) {
+    return {(const char*)from, stride * (int64_t)sizeof(*from), kUnit};
+  } else if constexpr (K::kPairs) {
+    if (columns % 2 == 0) return {(const char*)from, stride * (int64_t)sizeof(*from), kUnit};
+    const int64_t units = units_of<K>(columns);
+    for (int64_t r = 0; r < rows; r++) {
+      scratch[r * units + units - 1] = 0;
+      __builtin_memcpy(scratch + r * units, from + r * stride, (size_t)columns * sizeof(*from));
+    }
+    return {(const char*)scratch, units * kUnit, kUnit};
+  } else {
+    const int64_t ld = padded<K>(columns);
+    pack_rows<K>(from, stride, rows, columns, scratch, ld);
+    return {(const char*)scratch, ld * kUnit, kUnit};
+  }
+}
+
+// K or V as A with t = row.
+template <class K>
+Operand columns_operand(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns,
+                        typename K::Unit* scratch) {
+  constexpr int64_t kUnit = sizeof(typename K::Unit);
+  if constexpr (K::kInPlace) {
+    return {(const char*)from, kUnit, stride * (int64_t)sizeof(*from)};
+  } else {
+    const int64_t ld = padded<K>(columns);
+    pack_rows<K>(from, stride, rows, columns, scratch, ld);
+    return {(const char*)scratch, kUnit, ld * kUnit};
+  }
+}
+
+// A score tile as X with t = key, and as A with m = key, t = query.
+template <class K>
+const typename K::Unit* tile_vectors(const typename K::T* tile, int64_t keys, int64_t vectors,
+                                     typename K::Unit* scratch) {
+  if constexpr (!K::kPairs) {
+    return tile;
+  } else {
+    K::Dot::pair_rows(tile, keys, vectors, scratch);
+    return scratch;
+  }
+}
+template <class K>
+Operand tile_operand(const typename K::T* tile, int64_t keys, int64_t rows,
+                     typename K::Unit* scratch) {
+  constexpr int64_t kUnit = sizeof(typename K::Unit);
+  if constexpr (!K::kPairs) {
+    return {(const char*)tile, kRow * kUnit, kUnit};
+  } else {
+    K::Dot::pair_columns(tile, keys, rows, scratch);
+    return {(const char*)scratch, kRow / 2 * kUnit, kUnit};
+  }
+}
+
+template <class K>
+bool all_finite(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns) {
+  using X = typename K::X;
+  typename X::V sum = X::zero();  // 0 * x is NaN exactly where x is not finite
+  for (int64_t r = 0; r < rows; r++) {
+    int64_t c = 0;
+    for (; c + K::kLanes <= columns; c += K::kLanes)
+      sum = X::fma(X::load(from + r * stride + c), X::zero(), sum);
+    if (c < columns)
+      sum = X::fma(X::load(from + r * stride + c, columns - c), X::zero(), sum);
+  }
+  return X::bits(X::eq(sum, sum)) == first_bits(K::kLanes);
+}
+
+// The products over a partial tile whose operands are not finite: visible pairs only, since 0 * NaN is not 0.
+// c[column][64 r] += tile[key][r] * from[key][column]
+template <class K>
+void select_lanes(const typename K::T* tile, const uint64_t* bits, const typename K::S* from,
+                  int64_t stride, int64_t keys, int64_t columns, int64_t vectors,
+                  typename K::T* c) {
+  using X = typename K::X;
+  for (int64_t n = 0; n < keys; n++)
+    for (int64_t d = 0; d < columns; d++) {
+      const typename X::V v = X::set(widen(from[n * stride + d]));
+      for (int64_t i = 0; i < vectors; i++) {
+        typename K::T* p = c + d * kRow + i * K::kLanes;
+        const typename X::V old = X::load(p);
+        const typename X::V sum = X::fma(v, X::load(tile + n * kRow + i * K::kLanes), old);
+        X::store(p, X::select(X::mask(bits[n] >> (i * K::kLanes)), sum, old));
+      }
+    }
+}
+// c[key][column] += tile[key][r] * from[r][column]
+template <class K>
+void select_rows(const typename K::T* tile, const uint64_t* bits, const typename K::S* from,
+                 int64_t stride, int64_t keys, int64_t columns, typename K::T* c, int64_t ld) {
+  using X = typename K::X;
+  for (int64_t n = 0; n < keys; n++)
+    for (uint64_t left = bits[n]; left; left &= left - 1) {
+      const int64_t r = __builtin_ctzll(left);
+      const typename X::V p = X::set(tile[n * kRow + r]);
+      for (int64_t d = 0; d < columns; d += K::kLanes) {
+        const typename K::S* q = from + r * stride + d;
+        const typename X::V v =
+            d + K::kLanes <= columns ? X::load(q) : X::load(q, columns - d);
+        X::store(c + n * ld + d, X::fma(v, p, X::load(c + n * ld + d)));
+      }
+    }
+}
+
+// A tile of a [B, H, Lq, Lk] tensor, to[key][64 queries].
+template <class K, class E>
+void load_pairs(const Pairs& pairs, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
+                int64_t keys, typename K::T* to) {
+  using X = typename K::X;
+  const E* from = (const E*)pairs.data + b * pairs.batch + h * pairs.head + q0 * pairs.query +
+                  k0 * pairs.key;
+  if (pairs.query == 0) {
+    for (int64_t n = 0; n < keys; n++) {
+      const typename X::V v = X::set(widen(from[n * pairs.key]));
+      for (int64_t r = 0; r < rows; r += K::kLanes) X::store(to + n * kRow + r, v);
+    }
+  } else if (pairs.key == 1) {
+    transpose_in<X>(from, pairs.query, rows, keys, to);
+  } else {
+    for (int64_t n = 0; n < keys; n++) {
+      for (int64_t r = 0; r < rows; r++)
+        to[n * kRow + r] = widen(from[r * pairs.query + n * pairs.key]);
+      for (int64_t r = rows; r < padded<K>(rows); r++) to[n * kRow + r] = 0;
+    }
+  }
+}
+
+// Bit r of keep[j]: the pair (q0 + r, k0 + j) survives dropout.
+template <class K>
+void dropout_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
+                  int64_t keys, uint64_t* keep) {
+  using U = typename K::X::U;
+  const int64_t first = a.origin.key + k0;
+  const uint32_t key0 = (uint32_t)a.dropout.seed[0], key1 = (uint32_t)a.dropout.seed[1];
+  const uint32_t t = a.dropout.threshold;
+  for (int64_t j = 0; j < keys; j++) keep[j] = 0;
+  for (int64_t group = first >> 3; group <= (first + keys - 1) >> 3; group++)
+    for (int64_t r = 0; r < rows; r += U::kLanes) {
+      const Philox<U> random = philox<U>(
+          U::set((uint32_t)group), U::from((uint32_t)(a.origin.query + q0 + r)),
+          U::set((uint32_t)(a.origin.head + h)), U::set((uint32_t)(a.origin.batch + b)), key0, key1);
+      const int64_t offset = group * 8 - first;
+      for (int64_t lane = max_of(0, -offset); lane < min_of(8, keys - offset); lane++) {
+        const U word = random.word[lane >> 1];
+        keep[offset + lane] |= (lane & 1 ? word.high_at_least(t) : word.low_at_least(t)) << r;
+      }
+    }
+}
+
+// S[key][64 queries] = scale Q K^T + bias. A bias of -inf hides the pair: `visible` and `bits` say so.
+template <class K>
+Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
+                  int64_t keys, const typename K::Unit* query_lanes, Operand key_rows,
+                  Visibility visible, uint64_t* bits, typename K::T* s, typename K::T* scratch) {
+  using X = typename K::X;
+  const int64_t vectors = vectors_of<K>(rows);
+  product<X, typename K::Dot, Contiguous::kAlongT, Update::kStore>(
+      key_rows, keys, units_of<K>(a.head_dim), query_lanes, kRow, vectors, s, kRow,
+      (typename K::T)a.scale);
+  if (!a.bias.data) return visible;
+
+  if (a.bias_is_float32)
+    load_pairs<K, float>(a.bias, b, h, q0, rows, k0, keys, scratch);
+  else
+    load_pairs<K, typename K::S>(a.bias, b, h, q0, rows, k0, keys, scratch);
+  const typename X::V hidden = X::set(-(typename K::T)INFINITY);
+  uint64_t any = 0;
+  for (int64_t n = 0; n < keys; n++) {
+    uint64_t minus_infinity = 0;
+    for (int64_t i = 0; i < vectors; i++) {
+      const int64_t at = n * kRow + i * K::kLanes;
+      const typename X::V bias = X::load(scratch + at);
+      minus_infinity |= X::bits(X::eq(bias, hidden)) << (i * K::kLanes);
+      X::store(s + at, X::add(X::load(s + at), bias));
+    }
+    if (minus_infinity && !any && visible == Visibility::kFull)
+      for (int64_t j = 0; j < keys; j++) bits[j] = first_bits(rows);
+    if (minus_infinity) bits[n] &= ~minus_infinity;
+    any |= minus_infinity;
+  }
+  return any ? Visibility::kPartial : visible;
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu

@@ -1,0 +1,171 @@
+// AVX2, FMA and F16C: 8 floats or 4 doubles, 16 registers; a lane mask is a vector of all-ones lanes.
+namespace mha_ext::cpu {
+namespace {
+
+struct U32x8 {
+  __m256i v;
+  static constexpr int kLanes = 8;
+  static U32x8 set(uint32_t x) { return {_mm256_set1_epi32((int)x)}; }
+  static U32x8 from(uint32_t first) {
+    return {_mm256_add_epi32(_mm256_set1_epi32((int)first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))};
+  }
+  static uint64_t at_least(__m256i x, uint32_t t) {  // both below 2^16, so a signed comparison serves
+    return (uint64_t)_mm256_movemask_ps(
+        _mm256_castsi256_ps(_mm256_cmpgt_epi32(x, _mm256_set1_epi32((int)t - 1))));
+  }
+  uint64_t low_at_least(uint32_t t) const {
+    return at_least(_mm256_and_si256(v, _mm256_set1_epi32(0xffff)), t);
+  }
+  uint64_t high_at_least(uint32_t t) const { return at_least(_mm256_srli_epi32(v, 16), t); }
+};
+inline U32x8 operator^(U32x8 a, U32x8 b) { return {_mm256_xor_si256(a.v, b.v)}; }
+inline U32x8 broadcast(uint32_t x, U32x8) { return U32x8::set(x); }
+inline void multiply(uint32_t factor, U32x8 x, U32x8* high, U32x8* low) {
+  const __m256i f = _mm256_set1_epi32((int)factor);
+  const __m256i even = _mm256_mul_epu32(x.v, f), odd = _mm256_mul_epu32(_mm256_srli_epi64(x.v, 32), f);
+  low->v = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+  high->v = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+}
+
+struct F32x8 {
+  using T = float;
+  using V = __m256;
+  using M = __m256;
+  using U = U32x8;
+  static constexpr int kLanes = 8, kRegisters = 16;
+
+  static V zero() { return _mm256_setzero_ps(); }
+  static V set(float x) { return _mm256_set1_ps(x); }
+  static V add(V a, V b) { return _mm256_add_ps(a, b); }
+  static V sub(V a, V b) { return _mm256_sub_ps(a, b); }
+  static V mul(V a, V b) { return _mm256_mul_ps(a, b); }
+  static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+  static V max(V a, V b) { return _mm256_max_ps(a, b); }  // b where either is NaN
+  static M gt(V a, V b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+  static M eq(V a, V b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
+  static M mask(uint64_t bits) {
+    const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i set = _mm256_and_si256(_mm256_set1_epi32((int)(uint32_t)bits), lane);
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane));
+  }
+  static uint64_t bits(M m) { return (uint64_t)_mm256_movemask_ps(m); }
+  static V select(M m, V a, V b) { return _mm256_blendv_ps(b, a, m); }
+  static V power_of_two(V magic) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(magic), 23));
+  }
+  static __m256i first(int64_t n) { return _mm256_castps_si256(mask((1ull << n) - 1)); }
+  static V load(const float* p) { return _mm256_loadu_ps(p); }
+  static V load(const float* p, int64_t n) { return _mm256_maskload_ps(p, first(n)); }
+  static void store(float* p, V v) { _mm256_storeu_ps(p, v); }
+  static void store(float* p, V v, int64_t n) { _mm256_maskstore_ps(p, first(n), v); }
+
+  static V widen_bf16(__m128i x) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+  }
+  static __m128i narrow_bf16(V v) {
+    const __m256i u = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_srli_epi32(
+        _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    const __m256i all = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+    return _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  }
+  static __m128i load_part(const void* p, int64_t n) {
+    __m128i x = _mm_setzero_si128();
+    __builtin_memcpy(&x, p, (size_t)n * 2);
+    return x;
+  }
+  static void store_part(void* p, __m128i x, int64_t n) { __builtin_memcpy(p, &x, (size_t)n * 2); }
+  static V load(const BFloat16* p) { return widen_bf16(_mm_loadu_si128((const __m128i*)p)); }
+  static V load(const BFloat16* p, int64_t n) { return widen_bf16(load_part(p, n)); }
+  static void store(BFloat16* p, V v) { _mm_storeu_si128((__m128i*)p, narrow_bf16(v)); }
+  static void store(BFloat16* p, V v, int64_t n) { store_part(p, narrow_bf16(v), n); }
+  static V load(const Float16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+  static V load(const Float16* p, int64_t n) { return _mm256_cvtph_ps(load_part(p, n)); }
+  static void store(Float16* p, V v) {
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+  static void store(Float16* p, V v, int64_t n) {
+    store_part(p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), n);
+  }
+
+  static void transpose(V (&r)[8]) {
+    V t[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+      t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+      t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+      r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+      r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+      r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+      r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      t[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
+      t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) r[i] = t[i];
+  }
+};
+
+struct F64x4 {
+  using T = double;
+  using V = __m256d;
+  using M = __m256d;
+  using U = U32x8;
+  static constexpr int kLanes = 4, kRegisters = 16;
+
+  static V zero() { return _mm256_setzero_pd(); }
+  static V set(double x) { return _mm256_set1_pd(x); }
+  static V add(V a, V b) { return _mm256_add_pd(a, b); }
+  static V sub(V a, V b) { return _mm256_sub_pd(a, b); }
+  static V mul(V a, V b) { return _mm256_mul_pd(a, b); }
+  static V fma(V a, V b, V c) { return _mm256_fmadd_pd(a, b, c); }
+  static V max(V a, V b) { return _mm256_max_pd(a, b); }
+  static M gt(V a, V b) { return _mm256_cmp_pd(a, b, _CMP_GT_OQ); }
+  static M eq(V a, V b) { return _mm256_cmp_pd(a, b, _CMP_EQ_OQ); }
+  static M mask(uint64_t bits) {
+    const __m256i lane = _mm256_setr_epi64x(1, 2, 4, 8);
+    const __m256i set = _mm256_and_si256(_mm256_set1_epi64x((int64_t)bits), lane);
+    return _mm256_castsi256_pd(_mm256_cmpeq_epi64(set, lane));
+  }
+  static uint64_t bits(M m) { return (uint64_t)_mm256_movemask_pd(m); }
+  static V select(M m, V a, V b) { return _mm256_blendv_pd(b, a, m); }
+  static V power_of_two(V magic) {
+    return _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(magic), 52));
+  }
+  static __m256i first(int64_t n) { return _mm256_castpd_si256(mask((1ull << n) - 1)); }
+  static V load(const double* p) { return _mm256_loadu_pd(p); }
+  static V load(const double* p, int64_t n) { return _mm256_maskload_pd(p, first(n)); }
+  static void store(double* p, V v) { _mm256_storeu_pd(p, v); }
+  static void store(double* p, V v, int64_t n) { _mm256_maskstore_pd(p, first(n), v); }
+  static V load(const float* p) { return _mm256_cvtps_pd(_mm_loadu_ps(p)); }
+  static V load(const float* p, int64_t n) {
+    __m128 x = _mm_setzero_ps();
+    __builtin_memcpy(&x, p, (size_t)n * 4);
+    return _mm256_cvtps_pd(x);
+  }
+  static void store(float* p, V v) { _mm_storeu_ps(p, _mm256_cvtpd_ps(v)); }
+  static void store(float* p, V v, int64_t n) {
+    const __m128 x = _mm256_cvtpd_ps(v);
+    __builtin_memcpy(p, &x, (size_t)n * 4);
+  }
+
+  static void transpose(V (&r)[4]) {
+    const V a = _mm256_unpacklo_pd(r[0], r[1]), b = _mm256_unpackhi_pd(r[0], r[1]);
+    const V c = _mm256_unpacklo_pd(r[2], r[3]), d = _mm256_unpackhi_pd(r[2], r[3]);
+    r[0] = _mm256_permute2f128_pd(a, c, 0x20);
+    r[1] = _mm256_permute2f128_pd(b, d, 0x20);
+    r[2] = _mm256_permute2f128_pd(a, c, 0x31);
+    r[3] = _mm256_permute2f128_pd(b, d, 0x31);
+  }
+};
+
+}  // namespace
+}  // namespace mha_ext::cpu

@@ -1,0 +1,186 @@
+// AVX-512 (F, BW, DQ, VL): 16 floats or 8 doubles, 32 registers.
+namespace mha_ext::cpu {
+namespace {
+
+struct U32x16 {
+  __m512i v;
+  static constexpr int kLanes = 16;
+  static U32x16 set(uint32_t x) { return {_mm512_set1_epi32((int)x)}; }
+  static U32x16 from(uint32_t first) {
+    return {_mm512_add_epi32(_mm512_set1_epi32((int)first),
+                             _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))};
+  }
+  // Bit i: the low (or high) 16 bits of lane i are at least t.
+  uint64_t low_at_least(uint32_t t) const {
+    return _mm512_cmpge_epu32_mask(_mm512_and_si512(v, _mm512_set1_epi32(0xffff)),
+                                   _mm512_set1_epi32((int)t));
+  }
+  uint64_t high_at_least(uint32_t t) const {
+    return _mm512_cmpge_epu32_mask(_mm512_srli_epi32(v, 16), _mm512_set1_epi32((int)t));
+  }
+};
+inline U32x16 operator^(U32x16 a, U32x16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline U32x16 broadcast(uint32_t x, U32x16) { return U32x16::set(x); }
+inline void multiply(uint32_t factor, U32x16 x, U32x16* high, U32x16* low) {
+  const __m512i f = _mm512_set1_epi32((int)factor);
+  const __m512i even = _mm512_mul_epu32(x.v, f), odd = _mm512_mul_epu32(_mm512_srli_epi64(x.v, 32), f);
+  low->v = _mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
+  high->v = _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
+}
+
+struct F32x16 {
+  using T = float;
+  using V = __m512;
+  using M = __mmask16;
+  using U = U32x16;
+  static constexpr int kLanes = 16, kRegisters = 32;
+
+  static V zero() { return _mm512_setzero_ps(); }
+  static V set(float x) { return _mm512_set1_ps(x); }
+  static V add(V a, V b) { return _mm512_add_ps(a, b); }
+  static V sub(V a, V b) { return _mm512_sub_ps(a, b); }
+  static V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+  static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+  static V max(V a, V b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+  static M gt(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+  static M eq(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+  static M mask(uint64_t bits) { return (M)bits; }
+  static uint64_t bits(M m) { return m; }
+  static V select(M m, V a, V b) { return _mm512_mask_mov_ps(b, m, a); }  // m ? a : b
+  static V power_of_two(V magic) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(magic), 23));
+  }
+
+  static M first(int64_t n) { return (M)((1u << n) - 1); }  // n < 16
+  static V load(const float* p) { return _mm512_loadu_ps(p); }
+  static V load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
+  static void store(float* p, V v) { _mm512_storeu_ps(p, v); }
+  static void store(float* p, V v, int64_t n) { _mm512_mask_storeu_ps(p, first(n), v); }
+
+  static V widen_bf16(__m256i x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+  }
+  static __m256i narrow_bf16(V v) {
+    const __m512i u = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_srli_epi32(
+        _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+    const M nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0)));
+  }
+  static V load(const BFloat16* p) { return widen_bf16(_mm256_loadu_si256((const __m256i*)p)); }
+  static V load(const BFloat16* p, int64_t n) {
+    return widen_bf16(_mm256_maskz_loadu_epi16(first(n), p));
+  }
+  static void store(BFloat16* p, V v) { _mm256_storeu_si256((__m256i*)p, narrow_bf16(v)); }
+  static void store(BFloat16* p, V v, int64_t n) {
+    _mm256_mask_storeu_epi16(p, first(n), narrow_bf16(v));
+  }
+  static V load(const Float16* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+  }
+  static V load(const Float16* p, int64_t n) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
+  }
+  static void store(Float16* p, V v) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+  static void store(Float16* p, V v, int64_t n) {
+    _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+
+  static void transpose(V (&r)[16]) {
+    V t[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+      t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+      t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+      r[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
+      r[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
+      r[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+      r[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      t[i] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0x88);
+      t[i + 4] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd);
+      t[i + 8] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0x88);
+      t[i + 12] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      r[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
+      r[i + 4] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88);
+      r[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
+      r[i + 12] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+  }
+};
+
+struct F64x8 {
+  using T = double;
+  using V = __m512d;
+  using M = __mmask8;
+  using U = U32x16;
+  static constexpr int kLanes = 8, kRegisters = 32;
+
+  static V zero() { return _mm512_setzero_pd(); }
+  static V set(double x) { return _mm512_set1_pd(x); }
+  static V add(V a, V b) { return _mm512_add_pd(a, b); }
+  static V sub(V a, V b) { return _mm512_sub_pd(a, b); }
+  static V mul(V a, V b) { return _mm512_mul_pd(a, b); }
+  static V fma(V a, V b, V c) { return _mm512_fmadd_pd(a, b, c); }
+  static V max(V a, V b) { return _mm512_max_pd(a, b); }
+  static M gt(V a, V b) { return _mm512_cmp_pd_mask(a, b, _CMP_GT_OQ); }
+  static M eq(V a, V b) { return _mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ); }
+  static M mask(uint64_t bits) { return (M)bits; }
+  static uint64_t bits(M m) { return m; }
+  static V select(M m, V a, V b) { return _mm512_mask_mov_pd(b, m, a); }
+  static V power_of_two(V magic) {
+    return _mm512_castsi512_pd(_mm512_slli_epi64(_mm512_castpd_si512(magic), 52));
+  }
+  static M first(int64_t n) { return (M)((1u << n) - 1); }  // n < 8
+  static V load(const double* p) { return _mm512_loadu_pd(p); }
+  static V load(const double* p, int64_t n) { return _mm512_maskz_loadu_pd(first(n), p); }
+  static void store(double* p, V v) { _mm512_storeu_pd(p, v); }
+  static void store(double* p, V v, int64_t n) { _mm512_mask_storeu_pd(p, first(n), v); }
+  static V load(const float* p) { return _mm512_cvtps_pd(_mm256_loadu_ps(p)); }
+  static V load(const float* p, int64_t n) {
+    return _mm512_cvtps_pd(_mm256_maskz_loadu_ps(first(n), p));
+  }
+  static void store(float* p, V v) { _mm256_storeu_ps(p, _mm512_cvtpd_ps(v)); }
+  static void store(float* p, V v, int64_t n) {
+    _mm256_mask_storeu_ps(p, first(n), _mm512_cvtpd_ps(v));
+  }
+
+  static void transpose(V (&r)[8]) {
+    V t[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+      t[i] = _mm512_unpacklo_pd(r[i], r[i + 1]);
+      t[i + 1] = _mm512_unpackhi_pd(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      r[i] = _mm512_shuffle_f64x2(t[i], t[i + 2], 0x88);
+      r[i + 2] = _mm512_shuffle_f64x2(t[i], t[i + 2], 0xdd);
+      r[i + 4] = _mm512_shuffle_f64x2(t[i + 4], t[i + 6], 0x88);
+      r[i + 6] = _mm512_shuffle_f64x2(t[i + 4], t[i + 6], 0xdd);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      t[i] = _mm512_shuffle_f64x2(r[i], r[i + 4], 0x88);
+      t[i + 2] = _mm512_shuffle_f64x2(r[i + 2], r[i + 6], 0x88);
+      t[i + 4] = _mm512_shuffle_f64x2(r[i], r[i + 4], 0xdd);
+      t[i + 6] = _mm512_shuffle_f64x2(r[i + 2], r[i + 6], 0xdd);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) r[i] = t[i];
+  }
+};
+
+}  // namespace
+}  // namespace mha_ext::cpu

@@ -1,0 +1,44 @@
+// Dropout as a pure function of position: Philox4x32-10 (Salmon et al., SC 2011), written over the lane type.
+// A lane type U has operator^ and operator+, and a free function multiply(factor, x, &high, &low).
+#pragma once
+#include "attention.h"
+
+namespace mha_ext {
+
+template <class U>
+struct Philox {
+  U word[4];
+};
+
+HOST_DEVICE void multiply(uint32_t factor, uint32_t x, uint32_t* high, uint32_t* low) {
+  const uint64_t product = (uint64_t)factor * x;
+  *high = (uint32_t)(product >> 32);
+  *low = (uint32_t)product;
+}
+HOST_DEVICE uint32_t broadcast(uint32_t x, uint32_t) { return x; }
+
+template <class U>
+HOST_DEVICE Philox<U> philox(U c0, U c1, U c2, U c3, uint32_t key0, uint32_t key1) {
+  for (int round = 0; round < 10; round++) {
+    U high0, low0, high1, low1;
+    multiply(0xD2511F53u, c0, &high0, &low0);
+    multiply(0xCD9E8D57u, c2, &high1, &low1);
+    c0 = high1 ^ c1 ^ broadcast(key0, c0);
+    c1 = low1;
+    c2 = high0 ^ c3 ^ broadcast(key1, c0);
+    c3 = low0;
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// Whether pair (q, k) of head h of batch entry b is kept; all in global positions, mod 2^32.
+HOST_DEVICE bool keeps(const Dropout& dropout, int64_t b, int64_t h, int64_t q, int64_t k) {
+  const Philox<uint32_t> random =
+      philox<uint32_t>((uint32_t)(k >> 3), (uint32_t)q, (uint32_t)h, (uint32_t)b,
+                       (uint32_t)dropout.seed[0], (uint32_t)dropout.seed[1]);
+  return (random.word[(k & 7) >> 1] >> (k & 1 ? 16 : 0) & 0xffff) >= dropout.threshold;
+}
+
+}  // namespace mha_ext
