@@ -40,12 +40,12 @@ struct BackwardScratch : GradScratch<K> {
     const int64_t range = round_up(min_of(key_ranges(a).size, a.keys), kTile);
     query_rows = arena.take<Unit>(kTile * d);
     grad_out_rows = arena.take<Unit>(kTile * dv);
-    keys_in = arena.take<Unit>(K::kInPlace ? 0 : range * d);
+    keys_in = arena.take<Unit>(K::kInPlace ? 0 : range * operand_width<K>(a.head_dim));
     keys_across = arena.take<Unit>(K::kPairs ? range / 2 * d : 0);
-    values_in = arena.take<Unit>(K::kInPlace ? 0 : range * dv);
+    values_in = arena.take<Unit>(K::kInPlace ? 0 : range * operand_width<K>(a.value_dim));
     pairs = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
     pair_rows = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
-    grad_query = arena.take<T>(a.head_dim * kRow);
+    grad_query = arena.take<T>(height_of<K>(a.head_dim) * kRow);
     grad_key = arena.take<T>(range * d);
     grad_value = arena.take<T>(range * dv);
     one = arena.take<T>(kRow);
@@ -172,6 +172,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   using X = typename K::X;
   using Dot = typename K::Dot;
   constexpr int64_t kUnit = sizeof(typename K::Unit);
+  [[maybe_unused]] const typename Dot::Session session;
   Arena arena{(char*)scratch};
   BackwardScratch<K> w(a, arena);
   const KeyRanges ranges = key_ranges(a);
@@ -196,7 +197,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
       const int64_t vectors = vectors_of<K>(rows);
-      for (int64_t i = 0; i < a.head_dim * kRow; i++) w.grad_query[i] = 0;
+      for (int64_t i = 0; i < height_of<K>(a.head_dim) * kRow; i++) w.grad_query[i] = 0;
       if (a.uniform_empty_rows && g.grad_value.data)
         add_uniform_values<K>(a, g, b, h, q0, rows, begin, end, w);
 
@@ -248,7 +249,8 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
               ld / K::kLanes, grad_key, ld);
         if (g.grad_query.data)
           product<X, Dot, Contiguous::kAlongM, Update::kAdd>(
-              {key_columns.data + at / Dot::kStep * key_columns.t_stride, kUnit, key_columns.t_stride},
+              {key_columns.data + at / Dot::kStep * key_columns.t_stride, key_columns.m_stride,
+               key_columns.t_stride},
               a.head_dim, units_of<K>(keys), tile_vectors<K>(w.ds, keys, vectors, w.pairs), kRow,
               vectors, w.grad_query, kRow);
       }
@@ -304,10 +306,11 @@ void bias_share(const Attention& a, const AttentionGrad& g, const BiasPlan& plan
                 int64_t chunk, void* sums_pointer, void* scratch) {
   using T = typename K::T;
   using X = typename K::X;
+  [[maybe_unused]] const typename K::Dot::Session session;
   Arena arena{(char*)scratch};
   GradScratch<K> w(a, arena);
-  auto* keys_in = arena.take<typename K::Unit>(kTile * padded<K>(a.head_dim));
-  auto* values_in = arena.take<typename K::Unit>(kTile * padded<K>(a.value_dim));
+  auto* keys_in = arena.take<typename K::Unit>(kTile * operand_width<K>(a.head_dim));
+  auto* values_in = arena.take<typename K::Unit>(kTile * operand_width<K>(a.value_dim));
   T* sums = (T*)sums_pointer;
   for (int64_t i = 0; i < kTile * kRow; i++) sums[i] = 0;
 

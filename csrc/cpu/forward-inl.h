@@ -13,12 +13,12 @@ struct ForwardScratch {
 
   ForwardScratch(const Attention& a, Arena& arena) {
     query = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);
-    key = arena.take<Unit>(kTile * padded<K>(a.head_dim));
-    value = arena.take<Unit>(kTile * padded<K>(a.value_dim));
+    key = arena.take<Unit>(kTile * operand_width<K>(a.head_dim));
+    value = arena.take<Unit>(kTile * operand_width<K>(a.value_dim));
     pairs = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
     s = arena.take<T>(kTile * kRow);
-    out = arena.take<T>(a.value_dim * kRow);
-    extra = arena.take<T>(max_of(a.bias.data ? kTile : 0, a.uniform_empty_rows ? a.value_dim : 0) * kRow);
+    out = arena.take<T>(height_of<K>(a.value_dim) * kRow);
+    extra = arena.take<T>(max_of(a.bias.data ? kTile : 0, a.uniform_empty_rows ? height_of<K>(a.value_dim) : 0) * kRow);
     m = arena.take<T>(kRow);
     l = arena.take<T>(kRow);
     bits = arena.take<uint64_t>(kTile);
@@ -113,7 +113,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     w.m[r] = -(T)INFINITY;
     w.l[r] = 0;
   }
-  for (int64_t i = 0; i < value_dim * kRow; i++) w.out[i] = 0;
+  for (int64_t i = 0; i < height_of<K>(value_dim) * kRow; i++) w.out[i] = 0;
   pack_lanes<K>(row_of<K>(a.query, b, h, q0), a.query.row, rows, a.head_dim, w.query);
 
   const Range seen = seen_by_any(a, b, q0, q0 + rows - 1);
@@ -155,6 +155,7 @@ template <class K>
 void forward(const Attention& a, int64_t b, int64_t h, int64_t block, void* scratch) {
   using T = typename K::T;
   using X = typename K::X;
+  [[maybe_unused]] const typename K::Dot::Session session;
   Arena arena{(char*)scratch};
   ForwardScratch<K> w(a, arena);
   const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
@@ -171,7 +172,7 @@ void forward(const Attention& a, int64_t b, int64_t h, int64_t block, void* scra
   for (int64_t r = 0; r < kRow; r++) w.l[r] = r < rows && w.l[r] != 0 ? kept / w.l[r] : 0;
   if (empty && a.uniform_empty_rows) {
     const int64_t vectors = vectors_of<K>(rows);
-    for (int64_t i = 0; i < a.value_dim * kRow; i++) w.extra[i] = 0;
+    for (int64_t i = 0; i < height_of<K>(a.value_dim) * kRow; i++) w.extra[i] = 0;
     for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
       const int64_t keys = min_of(kTile, a.keys - k0);
       uniform_tile<K>(a, b, h, q0, rows, k0, keys, empty, w.keep, w.s);
@@ -218,6 +219,7 @@ void weights(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
              void* scratch) {
   using T = typename K::T;
   using X = typename K::X;
+  [[maybe_unused]] const typename K::Dot::Session session;
   Arena arena{(char*)scratch};
   ForwardScratch<K> w(a, arena);
   T* high = arena.take<T>(kRow);

@@ -13,7 +13,9 @@ template <class X>
 struct Multiply {
   using Unit = typename X::T;
   using Vector = typename X::V;
-  static constexpr int kStep = 1;  // numbers a unit
+  static constexpr int kStep = 1;                    // numbers a unit
+  static constexpr int kUnitBlock = 1, kRowBlock = 1;  // counts of t and of m are padded to these
+  struct Session {};                                 // what a thread sets up before its first product
   static Vector load(const Unit* p) { return X::load(p); }
   static Vector broadcast(const char* p) {
     Unit u;
@@ -80,10 +82,10 @@ __attribute__((noinline)) void panel(Operand a, int64_t rows, int64_t count,
   for (; rows >= 1; step(1)) micro<X, Dot, 1, NV, kA, kC>(a, count, x, ldx, c, ldc, factor);
 }
 
-// C[0:rows, 0:vectors * lanes], `count` units along t.
 template <class X, class Dot, Contiguous kA, Update kC>
-void product(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x, int64_t ldx,
-             int64_t vectors, typename X::T* c, int64_t ldc, typename X::T alpha = 1) {
+void product_vectors(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x,
+                     int64_t ldx, int64_t vectors, typename X::T* c, int64_t ldc,
+                     typename X::T alpha) {
   if constexpr (X::kRegisters == 32) {
     for (; vectors >= 4; vectors -= 4, x += 4 * X::kLanes, c += 4 * X::kLanes)
       panel<X, Dot, 4, kA, kC>(a, rows, count, x, ldx, c, ldc, alpha);
@@ -94,9 +96,19 @@ void product(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x
   if (vectors) panel<X, Dot, 1, kA, kC>(a, rows, count, x, ldx, c, ldc, alpha);
 }
 
+// C[0:rows, 0:vectors * lanes], `count` units along t.
+template <class X, class Dot, Contiguous kA, Update kC>
+void product(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x, int64_t ldx,
+             int64_t vectors, typename X::T* c, int64_t ldc, typename X::T alpha = 1) {
+  if constexpr (Dot::kRowBlock > 1)  // a matrix unit does whole tiles
+    Dot::template product<kC>(a, rows, count, x, ldx, vectors, c, ldc, alpha);
+  else
+    product_vectors<X, Dot, kA, kC>(a, rows, count, x, ldx, vectors, c, ldc, alpha);
+}
+
 // `count` rounds of independent multiply-adds on registers only: the ceiling of this instruction.
 template <class X, class Dot>
-double multiply_add(int64_t count) {
+double multiply_add_vectors(int64_t count) {
   constexpr int kSums = 12;
   volatile typename X::T one = 1, sink;
   typename X::T buffer[X::kLanes];
@@ -112,6 +124,13 @@ double multiply_add(int64_t count) {
   sink = buffer[0];
   (void)sink;
   return 2.0 * (double)count * kSums * X::kLanes * Dot::kStep;
+}
+template <class X, class Dot>
+double multiply_add(int64_t count) {
+  if constexpr (Dot::kRowBlock > 1)
+    return Dot::multiply_add(count);
+  else
+    return multiply_add_vectors<X, Dot>(count);
 }
 
 }  // namespace

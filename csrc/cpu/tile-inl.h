@@ -25,11 +25,21 @@ int64_t vectors_of(int64_t n) {
 }
 template <class K>
 int64_t units_of(int64_t n) {
-  return (n + K::Dot::kStep - 1) / K::Dot::kStep;
+  return round_up(n, K::Dot::kStep * K::Dot::kUnitBlock) / K::Dot::kStep;
+}
+template <class K>
+int64_t height_of(int64_t n) {
+  return round_up(n, K::Dot::kRowBlock);
 }
 template <class K>
 int64_t padded(int64_t n) {
   return round_up(n, K::kLanes);
+}
+
+// Columns, in units, of the widest form in which a row of K or V is packed.
+template <class K>
+int64_t operand_width(int64_t n) {
+  return round_up(n, K::kLanes > K::Dot::kStep * K::Dot::kUnitBlock ? K::kLanes : K::Dot::kStep * K::Dot::kUnitBlock);
 }
 
 // Hands out 64-byte aligned pieces of a scratch block; with base 0 it only measures.
@@ -152,9 +162,9 @@ void pack_lanes(const typename K::S* from, int64_t stride, int64_t rows, int64_t
           to[c * kRow + r] = unit;
         }
     }
-    if (columns % 2)
+    for (int64_t c = even; c < units_of<K>(columns); c++)
       for (int64_t r = 0; r < round_up(rows, K::kLanes); r++)
-        to[even * kRow + r] = r < rows ? from[r * stride + columns - 1].bits : 0;
+        to[c * kRow + r] = 2 * c < columns && r < rows ? from[r * stride + columns - 1].bits : 0;
   }
 }
 
@@ -183,11 +193,13 @@ Operand rows_operand(const typename K::S* from, int64_t stride, int64_t rows, in
   if constexpr (K::kInPlace) {
     return {(const char*)from, stride * (int64_t)sizeof(*from), kUnit};
   } else if constexpr (K::kPairs) {
-    if (columns % 2 == 0) return {(const char*)from, stride * (int64_t)sizeof(*from), kUnit};
     const int64_t units = units_of<K>(columns);
-    for (int64_t r = 0; r < rows; r++) {
-      scratch[r * units + units - 1] = 0;
-      __builtin_memcpy(scratch + r * units, from + r * stride, (size_t)columns * sizeof(*from));
+    if (columns == 2 * units && rows == height_of<K>(rows))
+      return {(const char*)from, stride * (int64_t)sizeof(*from), kUnit};
+    for (int64_t r = 0; r < height_of<K>(rows); r++) {
+      for (int64_t c = r < rows ? columns / 2 : 0; c < units; c++) scratch[r * units + c] = 0;
+      if (r < rows)
+        __builtin_memcpy(scratch + r * units, from + r * stride, (size_t)columns * sizeof(*from));
     }
     return {(const char*)scratch, units * kUnit, kUnit};
   } else {
@@ -197,12 +209,15 @@ Operand rows_operand(const typename K::S* from, int64_t stride, int64_t rows, in
   }
 }
 
-// K or V as A with t = row.
+// K or V as A with t = row; key_offset() finds a tile in it.
 template <class K>
 Operand columns_operand(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns,
                         typename K::Unit* scratch) {
   constexpr int64_t kUnit = sizeof(typename K::Unit);
-  if constexpr (K::kInPlace) {
+  if constexpr (K::Dot::kRowBlock > 1) {
+    K::Dot::transpose_pairs(from, stride, rows, columns, scratch);
+    return {(const char*)scratch, units_of<K>(rows) * kUnit, kUnit};
+  } else if constexpr (K::kInPlace) {
     return {(const char*)from, kUnit, stride * (int64_t)sizeof(*from)};
   } else {
     const int64_t ld = padded<K>(columns);

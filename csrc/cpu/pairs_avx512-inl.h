@@ -1,0 +1,57 @@
+// bfloat16 operands as units of two neighbours along t, the first in the low half of 32 bits.
+namespace mha_ext::cpu {
+namespace {
+
+// Units along t are padded with zeros to a multiple of kBlock.
+template <int kBlock>
+struct PairUnits {
+  using Unit = uint32_t;
+  static constexpr int kStep = 2, kUnitBlock = kBlock;
+
+  static int64_t units(int64_t n) { return round_up(n, 2 * kBlock) / 2; }
+  static __m512i pair(__m256i first, __m256i second) {
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(first),
+                           _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
+  }
+  static __m256i rounded(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+  static __mmask16 lanes(int64_t left) {
+    return left >= 16 ? (__mmask16)0xffff : left > 0 ? F32x16::first(left) : (__mmask16)0;
+  }
+  // (from[r][c], from[r + 1][c]) for 16 columns; zero past the last row and column.
+  static __m512i pair_at(const BFloat16* from, int64_t stride, int64_t r, int64_t rows,
+                         __mmask16 in) {
+    const BFloat16* p = r < rows ? from + r * stride : from;
+    const __mmask16 in0 = r < rows ? in : (__mmask16)0, in1 = r + 1 < rows ? in : (__mmask16)0;
+    return pair(_mm256_maskz_loadu_epi16(in0, p),
+                _mm256_maskz_loadu_epi16(in1, r + 1 < rows ? p + stride : p));
+  }
+
+  // to[r / 2][c] = (from[r][c], from[r + 1][c])
+  static void interleave(const BFloat16* from, int64_t stride, int64_t rows, int64_t columns,
+                         Unit* to, int64_t ld) {
+    for (int64_t u = 0; u < units(rows); u++)
+      for (int64_t c = 0; c < columns; c += 16)
+        _mm512_storeu_si512(to + u * ld + c, pair_at(from + c, stride, 2 * u, rows, lanes(columns - c)));
+  }
+  // to[n / 2][64 lanes] = (tile[n], tile[n + 1])
+  static void pair_rows(const float* tile, int64_t keys, int64_t vectors, Unit* to) {
+    for (int64_t n = 0; n < 2 * units(keys); n += 2)
+      for (int64_t i = 0; i < vectors; i++) {
+        const float* p = tile + n * kRow + i * 16;
+        const __m256i zero = _mm256_setzero_si256();
+        const __m256i first = n < keys ? rounded(_mm512_loadu_ps(p)) : zero;
+        const __m256i second = n + 1 < keys ? rounded(_mm512_loadu_ps(p + kRow)) : zero;
+        _mm512_storeu_si512(to + n / 2 * kRow + i * 16, pair(first, second));
+      }
+  }
+  // to[n][32 pairs of lanes], zero in the lanes past `rows`
+  static void pair_columns(const float* tile, int64_t keys, int64_t rows, Unit* to) {
+    for (int64_t n = 0; n < keys; n++)
+      for (int64_t r = 0; r < 2 * units(rows); r += 16)
+        _mm256_storeu_si256((__m256i*)(to + n * kRow / 2 + r / 2),
+                            rounded(_mm512_maskz_loadu_ps(lanes(rows - r), tile + n * kRow + r)));
+  }
+};
+
+}  // namespace
+}  // namespace mha_ext::cpu
