@@ -80,7 +80,7 @@ template <class K>
 void load_queries(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t q0,
                   int64_t rows, GradScratch<K>& w) {
   row_levels<K>(a, b, h, q0, rows, w.forward, w.high, w.low);
-  pack_lanes<K>(row_of<K>(a.query, b, h, q0), a.query.row, rows, a.head_dim, w.query);
+  pack_query<K>(a, b, h, q0, rows, w.query);
   if (g.grad_out.data)
     pack_lanes<K>(row_of<K>(g.grad_out, b, h, q0), g.grad_out.row, rows, a.value_dim, w.grad_out);
 }
@@ -101,10 +101,10 @@ Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, 
     load_pairs<K, typename K::S>(g.grad_weights, b, h, q0, rows, k0, keys, w.ds);
   else
     product<X, typename K::Dot, Contiguous::kAlongT, Update::kStore>(
-        value_rows, keys, units_of<K>(a.value_dim), w.grad_out, kRow, vectors, w.ds, kRow,
-        (T)a.dropout.keep_scale);
+        value_rows, keys, units_of<K>(a.value_dim), w.grad_out, kRow, vectors, w.ds, kRow);
   const bool partial = visible == Visibility::kPartial, dropout = a.dropout.seed != nullptr;
   if (dropout) dropout_tile<K>(a, b, h, q0, rows, k0, keys, w.keep);
+  const V kept_scale = X::set((T)a.dropout.keep_scale);
   const T* delta = (const T*)g.delta + (b * a.heads + h) * a.queries + q0;
   for (int64_t i = 0; i < vectors; i++) {
     const int64_t lane = i * K::kLanes, left = rows - lane;
@@ -116,7 +116,7 @@ Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, 
       V grad = X::load(ds), kept = weight;
       if (dropout) {
         const typename X::M keep = X::mask(w.keep[n] >> lane);
-        grad = X::select(keep, grad, X::zero());
+        grad = X::select(keep, X::mul(kept_scale, grad), X::zero());
         kept = X::select(keep, weight, X::zero());
       }
       grad = X::mul(weight, X::sub(grad, shift));

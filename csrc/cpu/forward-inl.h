@@ -114,7 +114,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     w.l[r] = 0;
   }
   for (int64_t i = 0; i < height_of<K>(value_dim) * kRow; i++) w.out[i] = 0;
-  pack_lanes<K>(row_of<K>(a.query, b, h, q0), a.query.row, rows, a.head_dim, w.query);
+  pack_query<K>(a, b, h, q0, rows, w.query);
 
   const Range seen = seen_by_any(a, b, q0, q0 + rows - 1);
   for (int64_t k0 = seen.begin / kTile * kTile; k0 < seen.end; k0 += kTile) {
@@ -241,7 +241,7 @@ void weights(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
   for (int64_t r = 0; r < rows; r++) empty |= (uint64_t)(high[r] == (T)INFINITY && low[r] == 0) << r;
   if (!a.uniform_empty_rows) empty = 0;
 
-  pack_lanes<K>(row_of<K>(a.query, b, h, q0), a.query.row, rows, a.head_dim, w.query);
+  pack_query<K>(a, b, h, q0, rows, w.query);
   for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
     const int64_t keys = min_of(kTile, a.keys - k0);
     Visibility visible = tile_visibility(a, b, h, q0, rows, k0, keys, w.bits);

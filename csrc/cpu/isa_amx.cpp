@@ -76,7 +76,7 @@ struct MultiplyTiles : PairUnits<16> {
   // t is contiguous in A: columns_operand packs the transpose.
   template <Update kC>
   static void product(Operand a, int64_t rows, int64_t count, const Unit* x, int64_t ldx,
-                      int64_t vectors, float* c, int64_t ldc, float alpha) {
+                      int64_t vectors, float* c, int64_t ldc) {
     for (int64_t m = 0; m < rows; m += 32) {
       const Operand part{a.data + m * a.m_stride, a.m_stride, a.t_stride};
       const bool two_rows = m + 16 < rows;
@@ -94,13 +94,6 @@ struct MultiplyTiles : PairUnits<16> {
           block<kC, false, false>(part, count, from, ldx, to, ldc);
       }
     }
-    if (kC == Update::kAdd || alpha == 1) return;
-    const __m512 factor = _mm512_set1_ps(alpha);
-    for (int64_t m = 0; m < rows; m++)
-      for (int64_t v = 0; v < vectors; v++) {
-        float* p = c + m * ldc + v * 16;
-        _mm512_storeu_ps(p, _mm512_mul_ps(factor, _mm512_loadu_ps(p)));
-      }
   }
 
   // to[c][r / 2] = (from[r][c], from[r + 1][c]): rows of the transpose, padded to whole tiles.

@@ -1,4 +1,4 @@
-// One matrix product serves every kernel:  C[m, lane] (+)= alpha * sum_t A(m, t) X[t, lane].
+// One matrix product serves every kernel:  C[m, lane] (+)= sum_t A(m, t) X[t, lane].
 // X holds vectors (query rows, or the width of Q, dO), A is broadcast element by element straight from memory.
 // A unit is what one broadcast brings: a number, or a pair of bfloat16 neighbours along t.
 namespace mha_ext::cpu {
@@ -28,11 +28,11 @@ struct Multiply {
 // Along t: A walks through contiguous units (rows of K, of a score tile). Along m: A(m, t), A(m + 1, t) are
 // neighbours (columns of V). One of the two strides is then known, which keeps the addresses in few registers.
 enum class Contiguous { kAlongT, kAlongM };
-enum class Update { kStore, kAdd };  // C = alpha * sum, or C += sum
+enum class Update { kStore, kAdd };  // C = sum, or C += sum
 
 template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC>
-inline void micro(Operand a, int64_t count, const typename Dot::Unit* x, int64_t ldx,
-                  typename X::T* c, int64_t ldc, typename X::V alpha) {
+[[gnu::always_inline]] inline void micro(Operand a, int64_t count, const typename Dot::Unit* x,
+                                         int64_t ldx, typename X::T* c, int64_t ldc) {
   typename X::V sum[MR][NV];
 #pragma GCC unroll 16
   for (int m = 0; m < MR; m++)
@@ -44,66 +44,64 @@ inline void micro(Operand a, int64_t count, const typename Dot::Unit* x, int64_t
   for (int64_t t = 0; t < count; t++) {
     typename Dot::Vector v[NV];
 #pragma GCC unroll 4
-    for (int i = 0; i < NV; i++) v[i] = Dot::load(x + t * ldx + i * X::kLanes);
+    for (int i = 0; i < NV; i++) v[i] = Dot::load(x + i * X::kLanes);
 #pragma GCC unroll 16
     for (int m = 0; m < MR; m++) {
-      const typename Dot::Vector u = Dot::broadcast(a.data + m * m_stride + t * t_stride);
+      const typename Dot::Vector u = Dot::broadcast(a.data + m * m_stride);
 #pragma GCC unroll 4
       for (int i = 0; i < NV; i++) sum[m][i] = Dot::accumulate(sum[m][i], v[i], u);
     }
+    x += ldx;
+    a.data += t_stride;
   }
 #pragma GCC unroll 16
   for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
-    for (int i = 0; i < NV; i++)
-      X::store(c + m * ldc + i * X::kLanes,
-               kC == Update::kAdd ? sum[m][i] : X::mul(sum[m][i], alpha));
+    for (int i = 0; i < NV; i++) X::store(c + m * ldc + i * X::kLanes, sum[m][i]);
 }
 
 // All m for NV vectors of lanes. 24 (with 16 registers: 12) sums in flight hide the latency of the multiply-add.
 template <class X, class Dot, int NV, Contiguous kA, Update kC>
 __attribute__((noinline)) void panel(Operand a, int64_t rows, int64_t count,
                                      const typename Dot::Unit* x, int64_t ldx, typename X::T* c,
-                                     int64_t ldc, typename X::T alpha) {
+                                     int64_t ldc) {
   constexpr int kMost = X::kRegisters == 32 ? (NV == 4 ? 6 : NV == 3 ? 8 : 12) : (NV == 2 ? 6 : 12);
-  const typename X::V factor = X::set(alpha);
   const int64_t m_stride = kA == Contiguous::kAlongM ? (int64_t)sizeof(*x) : a.m_stride;
   const auto step = [&](int64_t m) __attribute__((always_inline)) {
     a.data += m * m_stride;
     c += m * ldc;
     rows -= m;
   };
-  for (; rows >= kMost; step(kMost)) micro<X, Dot, kMost, NV, kA, kC>(a, count, x, ldx, c, ldc, factor);
+  for (; rows >= kMost; step(kMost)) micro<X, Dot, kMost, NV, kA, kC>(a, count, x, ldx, c, ldc);
   if constexpr (kMost > 8)
-    for (; rows >= 8; step(8)) micro<X, Dot, 8, NV, kA, kC>(a, count, x, ldx, c, ldc, factor);
+    for (; rows >= 8; step(8)) micro<X, Dot, 8, NV, kA, kC>(a, count, x, ldx, c, ldc);
   if constexpr (kMost > 4)
-    for (; rows >= 4; step(4)) micro<X, Dot, 4, NV, kA, kC>(a, count, x, ldx, c, ldc, factor);
-  for (; rows >= 2; step(2)) micro<X, Dot, 2, NV, kA, kC>(a, count, x, ldx, c, ldc, factor);
-  for (; rows >= 1; step(1)) micro<X, Dot, 1, NV, kA, kC>(a, count, x, ldx, c, ldc, factor);
+    for (; rows >= 4; step(4)) micro<X, Dot, 4, NV, kA, kC>(a, count, x, ldx, c, ldc);
+  for (; rows >= 2; step(2)) micro<X, Dot, 2, NV, kA, kC>(a, count, x, ldx, c, ldc);
+  for (; rows >= 1; step(1)) micro<X, Dot, 1, NV, kA, kC>(a, count, x, ldx, c, ldc);
 }
 
 template <class X, class Dot, Contiguous kA, Update kC>
 void product_vectors(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x,
-                     int64_t ldx, int64_t vectors, typename X::T* c, int64_t ldc,
-                     typename X::T alpha) {
+                     int64_t ldx, int64_t vectors, typename X::T* c, int64_t ldc) {
   if constexpr (X::kRegisters == 32) {
     for (; vectors >= 4; vectors -= 4, x += 4 * X::kLanes, c += 4 * X::kLanes)
-      panel<X, Dot, 4, kA, kC>(a, rows, count, x, ldx, c, ldc, alpha);
-    if (vectors == 3) return panel<X, Dot, 3, kA, kC>(a, rows, count, x, ldx, c, ldc, alpha);
+      panel<X, Dot, 4, kA, kC>(a, rows, count, x, ldx, c, ldc);
+    if (vectors == 3) return panel<X, Dot, 3, kA, kC>(a, rows, count, x, ldx, c, ldc);
   }
   for (; vectors >= 2; vectors -= 2, x += 2 * X::kLanes, c += 2 * X::kLanes)
-    panel<X, Dot, 2, kA, kC>(a, rows, count, x, ldx, c, ldc, alpha);
-  if (vectors) panel<X, Dot, 1, kA, kC>(a, rows, count, x, ldx, c, ldc, alpha);
+    panel<X, Dot, 2, kA, kC>(a, rows, count, x, ldx, c, ldc);
+  if (vectors) panel<X, Dot, 1, kA, kC>(a, rows, count, x, ldx, c, ldc);
 }
 
 // C[0:rows, 0:vectors * lanes], `count` units along t.
 template <class X, class Dot, Contiguous kA, Update kC>
 void product(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x, int64_t ldx,
-             int64_t vectors, typename X::T* c, int64_t ldc, typename X::T alpha = 1) {
+             int64_t vectors, typename X::T* c, int64_t ldc) {
   if constexpr (Dot::kRowBlock > 1)  // a matrix unit does whole tiles
-    Dot::template product<kC>(a, rows, count, x, ldx, vectors, c, ldc, alpha);
+    Dot::template product<kC>(a, rows, count, x, ldx, vectors, c, ldc);
   else
-    product_vectors<X, Dot, kA, kC>(a, rows, count, x, ldx, vectors, c, ldc, alpha);
+    product_vectors<X, Dot, kA, kC>(a, rows, count, x, ldx, vectors, c, ldc);
 }
 
 // `count` rounds of independent multiply-adds on registers only: the ceiling of this instruction.

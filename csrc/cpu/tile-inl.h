@@ -344,6 +344,27 @@ void dropout_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
     }
 }
 
+// tile *= factor
+template <class K>
+void scale_tile(typename K::T factor, int64_t keys, int64_t vectors, typename K::T* tile) {
+  using X = typename K::X;
+  if (factor == 1) return;
+  const typename X::V f = X::set(factor);
+  for (int64_t n = 0; n < keys; n++)
+    for (int64_t i = 0; i < vectors; i++) {
+      typename K::T* p = tile + n * kRow + i * K::kLanes;
+      X::store(p, X::mul(f, X::load(p)));
+    }
+}
+
+// Q as lanes for the scores. Where a number is wide enough it carries the scale of the scores; bfloat16 does not.
+template <class K>
+void pack_query(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
+                typename K::Unit* to) {
+  pack_lanes<K>(row_of<K>(a.query, b, h, q0), a.query.row, rows, a.head_dim, to);
+  if constexpr (!K::kPairs) scale_tile<K>((typename K::T)a.scale, a.head_dim, vectors_of<K>(rows), to);
+}
+
 // S[key][64 queries] = scale Q K^T + bias. A bias of -inf hides the pair: `visible` and `bits` say so.
 template <class K>
 Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
@@ -352,8 +373,8 @@ Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
   using X = typename K::X;
   const int64_t vectors = vectors_of<K>(rows);
   product<X, typename K::Dot, Contiguous::kAlongT, Update::kStore>(
-      key_rows, keys, units_of<K>(a.head_dim), query_lanes, kRow, vectors, s, kRow,
-      (typename K::T)a.scale);
+      key_rows, keys, units_of<K>(a.head_dim), query_lanes, kRow, vectors, s, kRow);
+  if constexpr (K::kPairs) scale_tile<K>((typename K::T)a.scale, keys, vectors, s);
   if (!a.bias.data) return visible;
 
   if (a.bias_is_float32)
