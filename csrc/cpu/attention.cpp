@@ -9,7 +9,11 @@
 #include <pthread.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
+#include <limits>
+#include <tuple>
+#include <vector>
 
 #include "../ops.h"
 #include "../problem.h"
@@ -23,8 +27,9 @@ std::atomic<bool> forked{false};
 [[maybe_unused]] const int at_fork =
     pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
 
-// run(task, scratch) for every task, the next free thread taking the next task; what a task computes depends on
-// neither. `flops` is an estimate of the whole: little work is not worth waking threads for.
+// run(task, scratch) for every task, the next free thread taking the next task; what a task
+// computes depends on neither. `flops` is an estimate of the whole: little work is not worth waking
+// threads for.
 template <class Run>
 void for_each_task(int64_t tasks, double flops, int64_t scratch_bytes, const Run& run) {
   if (tasks == 0) return;
@@ -35,7 +40,8 @@ void for_each_task(int64_t tasks, double flops, int64_t scratch_bytes, const Run
 
   const int64_t stride = (scratch_bytes + 127) / 64 * 64;
   const at::DataPtr memory = c10::GetCPUAllocator()->allocate(stride * threads + 64);
-  char* base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) & ~uintptr_t{63});
+  char* base =
+      reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) & ~uintptr_t{63});
   std::atomic<int64_t> next{0};
   const auto work = [&](int64_t thread) {
     for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;)
@@ -47,53 +53,72 @@ void for_each_task(int64_t tasks, double flops, int64_t scratch_bytes, const Run
   });
 }
 
-// A block of 64 queries of one head; later blocks first, since under a causal mask they see more keys.
-struct QueryBlock {
-  int64_t batch, head, block;
+// Some queries of one head; later ones first, since under a causal mask they see more keys.
+struct QueryTask {
+  int64_t batch, head, part;
 };
+QueryTask query_task(const Attention& a, int64_t task, int64_t parts) {
+  const int64_t row = task / parts;
+  return {row / a.heads, row % a.heads, parts - 1 - task % parts};
+}
 int64_t query_blocks(const Attention& a) { return ceil_div(a.queries, kTile); }
-QueryBlock query_block(const Attention& a, int64_t task) {
-  const int64_t blocks = query_blocks(a), row = task / blocks;
-  return {row / a.heads, row % a.heads, blocks - 1 - task % blocks};
+void set_lse(Attention& a, const Tensor& lse, const OptionalTensor& lse_low,
+             std::vector<Tensor>& keep) {
+  keep.push_back(lse.contiguous());
+  a.lse = keep.back().data_ptr();
+  if (!lse_low) return;
+  keep.push_back(lse_low->contiguous());
+  a.lse_low = keep.back().data_ptr();
 }
 double pair_count(const Attention& a) {
   return static_cast<double>(a.batch * a.heads) * static_cast<double>(a.queries) *
          static_cast<double>(a.keys);
 }
 
-std::tuple<Tensor, Tensor> attention_forward(
+std::tuple<Tensor, Tensor, Tensor> attention_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
     const OptionalTensor& bias, const OptionalTensor& key_lengths, const OptionalTensor& seed,
     OptionalString corner, OptionalSymInt window_left, OptionalSymInt window_right,
     double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin) {
   std::vector<Tensor> keep;
-  Attention a = describe(query, key, &value, mask, bias, key_lengths, seed,
-                         {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
-  auto [out, lse] = empty_forward(query, value);
+  Attention a = describe(
+      query, key, &value, mask, bias, key_lengths, seed,
+      {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
+  const auto [out, lse, lse_low] = empty_forward(query, value);
   a.out = rows_of(out, keep);
   a.lse = lse.mutable_data_ptr();
+  a.lse_low = lse_low.mutable_data_ptr();
   const TypeKernels& kernels = kernels_for(a);
-  for_each_task(a.batch * a.heads * query_blocks(a),
-                2 * pair_count(a) * static_cast<double>(a.head_dim + a.value_dim),
-                kernels.forward_scratch_bytes(a), [&](int64_t task, void* scratch) {
-                  const QueryBlock q = query_block(a, task);
-                  kernels.forward(a, q.batch, q.head, q.block, scratch);
-                });
-  return {out, lse};
+  // Blocks done together share what they pack; no more of them than leaves every thread a few
+  // tasks. A row's result does not depend on that.
+  const int64_t blocks = a.batch * a.heads * query_blocks(a);
+  const int64_t group = std::clamp<int64_t>(blocks / (4 * at::get_num_threads()), 1, kernels.group);
+  const int64_t parts = ceil_div(query_blocks(a), group);
+  for_each_task(
+      a.batch * a.heads * parts, 2 * pair_count(a) * static_cast<double>(a.head_dim + a.value_dim),
+      kernels.forward_scratch_bytes(a), [&](int64_t task, void* scratch) {
+        const QueryTask q = query_task(a, task, parts);
+        const int64_t q0 = q.part * group * kTile;
+        kernels.forward(a, q.batch, q.head, q0, std::min(group * kTile, a.queries - q0), scratch);
+      });
+  return {out, lse, lse_low};
 }
 
 // grad_query, grad_key and grad_value of a described problem.
 void run_backward(const Attention& a, const AttentionGrad& g, const TypeKernels& kernels) {
   const KeyRanges ranges = key_ranges(a);
   const int64_t group = a.kv_heads ? a.heads / a.kv_heads : 0, kv_heads = a.batch * a.kv_heads;
-  const int64_t partial_bytes = group * ranges.count * a.queries * a.head_dim * kernels.element_size;
+  const int64_t partial_bytes =
+      group * ranges.count * a.queries * a.head_dim * kernels.element_size;
   const bool partial = ranges.count > 1 && g.grad_query.data;
   // The partial sums of a few heads at a time, so that memory does not grow with their number.
-  const int64_t wave = partial ? std::max<int64_t>(1, ceil_div(2 * at::get_num_threads(), ranges.count)) : kv_heads;
+  const int64_t wave =
+      partial ? std::max<int64_t>(1, ceil_div(2 * at::get_num_threads(), ranges.count)) : kv_heads;
   const at::DataPtr memory =
       c10::GetCPUAllocator()->allocate(partial ? std::min(wave, kv_heads) * partial_bytes : 0);
   char* sums = static_cast<char*>(memory.get());
-  const double head_flops = 10 * pair_count(a) / static_cast<double>(std::max<int64_t>(1, kv_heads)) *
+  const double head_flops = 10 * pair_count(a) /
+                            static_cast<double>(std::max<int64_t>(1, kv_heads)) *
                             static_cast<double>(std::max(a.head_dim, a.value_dim));
 
   for (int64_t first = 0; first < kv_heads; first += wave) {
@@ -106,8 +131,8 @@ void run_backward(const Attention& a, const AttentionGrad& g, const TypeKernels&
                   });
     if (!partial) continue;
     const int64_t blocks = query_blocks(a);
-    for_each_task(count * group * blocks,
-                  static_cast<double>(count * partial_bytes), 0, [&](int64_t task, void*) {
+    for_each_task(count * group * blocks, static_cast<double>(count * partial_bytes), 0,
+                  [&](int64_t task, void*) {
                     const int64_t head = task / blocks, row = first * group + head;
                     kernels.add_ranges(a, g, sums + head * (partial_bytes / group), row / a.heads,
                                        row % a.heads, task % blocks);
@@ -115,26 +140,72 @@ void run_backward(const Attention& a, const AttentionGrad& g, const TypeKernels&
   }
 }
 
+// A bias that is the same for all keys of a row moves the scores of that row alike, and P not at
+// all: what is left of rowsum(dS) is the gradient of lse. So this sum needs no scores, and does not
+// cancel.
+template <class T, class Bias>
+void sum_constant_bias(const Attention& a, const AttentionGrad& g, const void* grad_lse) {
+  const Pairs& bias = g.grad_bias;
+  const int64_t batches = bias.batch ? a.batch : 1, heads = bias.head ? a.heads : 1;
+  const int64_t queries = bias.query ? a.queries : 1;
+  std::vector<double> sums(batches * heads * queries, 0.0);
+  for (int64_t b = 0; b < a.batch; b++)
+    for (int64_t h = 0; h < a.heads; h++)
+      for (int64_t i = 0; i < a.queries; i++) {
+        const int64_t row = (b * a.heads + h) * a.queries + i;
+        if (static_cast<const T*>(a.lse)[row] == -std::numeric_limits<T>::infinity()) continue;
+        const T delta = static_cast<const T*>(g.delta)[row];
+        const T term = (grad_lse ? static_cast<const T*>(grad_lse)[row] : T(0)) +
+                       (delta - delta);  // NaN stays NaN
+        sums[((bias.batch ? b : 0) * heads + (bias.head ? h : 0)) * queries +
+             (bias.query ? i : 0)] += term;
+      }
+  for (size_t i = 0; i < sums.size(); i++)
+    static_cast<Bias*>(bias.data)[i] = static_cast<Bias>(sums[i]);
+}
+
+template <class T>
+void sum_constant_bias(const Attention& a, const AttentionGrad& g, const void* grad_lse) {
+  if (a.bias_is_float32) return sum_constant_bias<T, float>(a, g, grad_lse);
+  switch (a.dtype) {
+    case DType::kFloat64:
+      return sum_constant_bias<T, double>(a, g, grad_lse);
+    case DType::kFloat32:
+      return sum_constant_bias<T, float>(a, g, grad_lse);
+    case DType::kBFloat16:
+      return sum_constant_bias<T, at::BFloat16>(a, g, grad_lse);
+    case DType::kFloat16:
+      return sum_constant_bias<T, at::Half>(a, g, grad_lse);
+  }
+}
+
 // grad_bias where the bias broadcasts; elsewhere run_backward has written it.
-void run_bias(const Attention& a, const AttentionGrad& g, const TypeKernels& kernels) {
+void run_bias(const Attention& a, const AttentionGrad& g, const void* grad_lse,
+              const TypeKernels& kernels) {
   const Pairs& bias = g.grad_bias;
   if (!bias.data || bias_is_dense(a, bias) || a.batch * a.heads * a.queries * a.keys == 0) return;
+  if (!bias.key && a.keys > 1)
+    return a.dtype == DType::kFloat64 ? sum_constant_bias<double>(a, g, grad_lse)
+                                      : sum_constant_bias<float>(a, g, grad_lse);
   BiasPlan plan{bias.batch ? a.batch : 1, bias.head ? a.heads : 1,
-                bias.query ? ceil_div(a.queries, kTile) : 1, bias.key ? ceil_div(a.keys, kTile) : 1, 1};
+                bias.query ? ceil_div(a.queries, kTile) : 1, ceil_div(a.keys, kTile), 1};
   const int64_t owners = plan.batches * plan.heads * plan.query_tiles * plan.key_tiles;
-  const int64_t terms = a.batch * a.heads * ceil_div(a.queries, kTile) * ceil_div(a.keys, kTile) / owners;
-  // Few owners would leave threads idle: cut their sums, the same way whatever the number of threads.
+  const int64_t terms =
+      a.batch * a.heads * ceil_div(a.queries, kTile) * ceil_div(a.keys, kTile) / owners;
+  // Few owners would leave threads idle: cut their sums, the same way whatever the number of
+  // threads.
   constexpr int64_t kOwnersEnough = 64;
   plan.chunks = owners >= kOwnersEnough ? 1 : std::min<int64_t>(8, terms);
   const int64_t tile_bytes = kTile * kTile * kernels.element_size;
   const double flops = 4 * pair_count(a) * static_cast<double>(std::max(a.head_dim, a.value_dim));
   if (plan.chunks == 1) {
     const int64_t scratch_bytes = kernels.backward_scratch_bytes(a);
-    for_each_task(owners, flops, scratch_bytes + tile_bytes + 64, [&](int64_t owner, void* scratch) {
-      char* sums = static_cast<char*>(scratch) + (scratch_bytes + 63) / 64 * 64;
-      kernels.bias_share(a, g, plan, owner, 0, sums, scratch);
-      kernels.bias_finish(a, g, plan, owner, sums, scratch);
-    });
+    for_each_task(owners, flops, scratch_bytes + tile_bytes + 64,
+                  [&](int64_t owner, void* scratch) {
+                    char* sums = static_cast<char*>(scratch) + (scratch_bytes + 63) / 64 * 64;
+                    kernels.bias_share(a, g, plan, owner, 0, sums, scratch);
+                    kernels.bias_finish(a, g, plan, owner, sums, scratch);
+                  });
     return;
   }
   const at::DataPtr memory = c10::GetCPUAllocator()->allocate(owners * plan.chunks * tile_bytes);
@@ -151,23 +222,24 @@ void run_bias(const Attention& a, const AttentionGrad& g, const TypeKernels& ker
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
-    const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& mask,
-    const OptionalTensor& bias, const OptionalTensor& key_lengths, const OptionalTensor& seed,
-    OptionalString corner, OptionalSymInt window_left, OptionalSymInt window_right,
-    double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin,
-    std::array<bool, 4> output_mask) {
+    const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& lse_low,
+    const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_lengths,
+    const OptionalTensor& seed, OptionalString corner, OptionalSymInt window_left,
+    OptionalSymInt window_right, double dropout_p, double scale, bool uniform_empty_rows,
+    c10::SymIntArrayRef origin, std::array<bool, 4> output_mask) {
   std::vector<Tensor> keep;
-  Attention a = describe(query, key, &value, mask, bias, key_lengths, seed,
-                         {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
-  check_saved(grad_out, grad_lse, query, value, out, lse);
-  const Tensor lse_rows = lse.contiguous();
+  Attention a = describe(
+      query, key, &value, mask, bias, key_lengths, seed,
+      {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
+  check_saved(grad_out, grad_lse, query, value, out, lse, lse_low);
   a.out = rows_of(out, keep);
-  a.lse = lse_rows.data_ptr();
+  set_lse(a, lse, lse_low, keep);
 
-  const Tensor grad_query = empty_grad(query, output_mask[0]), grad_key = empty_grad(key, output_mask[1]);
+  const Tensor grad_query = empty_grad(query, output_mask[0]),
+               grad_key = empty_grad(key, output_mask[1]);
   const Tensor grad_value = empty_grad(value, output_mask[2]);
   const Tensor grad_bias = empty_grad_bias(query, bias, output_mask[3]).zero_();
-  const Tensor delta = at::empty(lse_rows.sizes(), lse_rows.options());
+  const Tensor delta = at::empty(lse.sizes(), lse.options());
   const Tensor grad_lse_rows = grad_lse ? grad_lse->contiguous() : Tensor();
   AttentionGrad g;
   g.grad_out = rows_of(grad_out, keep);
@@ -180,12 +252,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   const TypeKernels& kernels = kernels_for(a);
   for_each_task(a.batch * a.heads * query_blocks(a), 2 * static_cast<double>(out.numel()), 0,
                 [&](int64_t task, void*) {
-                  const QueryBlock q = query_block(a, task);
+                  const QueryTask q = query_task(a, task, query_blocks(a));
                   kernels.delta(a, g, grad_lse ? grad_lse_rows.data_ptr() : nullptr,
-                                delta.data_ptr(), q.batch, q.head, q.block);
+                                delta.data_ptr(), q.batch, q.head, q.part);
                 });
   run_backward(a, g, kernels);
-  run_bias(a, g, kernels);
+  run_bias(a, g, grad_lse ? grad_lse_rows.data_ptr() : nullptr, kernels);
   return {grad_query, grad_key, grad_value, grad_bias};
 }
 
@@ -198,7 +270,8 @@ std::vector<RowRun> row_runs(const Attention& a, at::OptionalIntArrayRef rows) {
   const int64_t count = rows ? static_cast<int64_t>(rows->size()) : a.queries;
   for (int64_t i = 0; i < count; i++) {
     const int64_t query = rows ? (*rows)[i] : i;
-    if (!runs.empty() && runs.back().query + runs.back().count == query && runs.back().count < kTile)
+    if (!runs.empty() && runs.back().query + runs.back().count == query &&
+        runs.back().count < kTile)
       runs.back().count++;
     else
       runs.push_back({query, 1, i});
@@ -207,17 +280,18 @@ std::vector<RowRun> row_runs(const Attention& a, at::OptionalIntArrayRef rows) {
 }
 
 Tensor attention_weights(const Tensor& query, const Tensor& key, const OptionalTensor& lse,
-                         const OptionalTensor& mask, const OptionalTensor& bias,
-                         const OptionalTensor& key_lengths, OptionalString corner,
-                         OptionalSymInt window_left, OptionalSymInt window_right, double scale,
-                         bool uniform_empty_rows, c10::SymIntArrayRef origin,
-                         at::OptionalIntArrayRef heads, at::OptionalIntArrayRef rows) {
+                         const OptionalTensor& lse_low, const OptionalTensor& mask,
+                         const OptionalTensor& bias, const OptionalTensor& key_lengths,
+                         OptionalString corner, OptionalSymInt window_left,
+                         OptionalSymInt window_right, double scale, bool uniform_empty_rows,
+                         c10::SymIntArrayRef origin, at::OptionalIntArrayRef heads,
+                         at::OptionalIntArrayRef rows) {
   std::vector<Tensor> keep;
-  Attention a = describe(query, key, nullptr, mask, bias, key_lengths, std::nullopt,
-                         {corner, window_left, window_right, 0.0, scale, uniform_empty_rows, origin}, keep);
-  check_selection(query, lse, heads, rows);
-  const Tensor lse_rows = lse ? lse->contiguous() : Tensor();
-  a.lse = lse ? lse_rows.data_ptr() : nullptr;
+  Attention a =
+      describe(query, key, nullptr, mask, bias, key_lengths, std::nullopt,
+               {corner, window_left, window_right, 0.0, scale, uniform_empty_rows, origin}, keep);
+  check_selection(query, lse, lse_low, heads, rows);
+  if (lse) set_lse(a, *lse, lse_low, keep);
   const Tensor weights = empty_weights(query, key, heads, rows);
   const std::vector<RowRun> runs = row_runs(a, rows);
   const int64_t run_count = static_cast<int64_t>(runs.size()), head_count = weights.size(1);
@@ -229,39 +303,48 @@ Tensor attention_weights(const Tensor& query, const Tensor& key, const OptionalT
                 kernels.forward_scratch_bytes(a), [&](int64_t task, void* scratch) {
                   const RowRun& run = runs[task % run_count];
                   const int64_t row = task / run_count, h = row % head_count;
-                  kernels.weights(a, row / head_count, heads ? (*heads)[h] : h, run.query, run.count,
-                                  to + (row * row_count + run.to) * a.keys * item, scratch);
+                  kernels.weights(a, row / head_count, heads ? (*heads)[h] : h, run.query,
+                                  run.count, to + (row * row_count + run.to) * a.keys * item,
+                                  scratch);
                 });
   return weights;
 }
 
-// The gradient of P reaches Q, K and the bias through the softmax alone: dS = P o (dP - rowsum(P o dP)). That is the
-// backward of attention with dP given instead of dO V^T.
+// The gradient of P reaches Q, K and the bias through the softmax alone: dS = P o (dP - rowsum(P o
+// dP)). That is the backward of attention with dP given instead of dO V^T.
 std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
     const Tensor& grad_weights, const Tensor& weights, const Tensor& query, const Tensor& key,
-    const OptionalTensor& lse, const OptionalTensor& mask, const OptionalTensor& bias,
-    const OptionalTensor& key_lengths, OptionalString corner, OptionalSymInt window_left,
-    OptionalSymInt window_right, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin,
-    at::OptionalIntArrayRef heads, at::OptionalIntArrayRef rows, std::array<bool, 3> output_mask) {
-  check_selection(query, lse, heads, rows);
+    const OptionalTensor& lse, const OptionalTensor& lse_low, const OptionalTensor& mask,
+    const OptionalTensor& bias, const OptionalTensor& key_lengths, OptionalString corner,
+    OptionalSymInt window_left, OptionalSymInt window_right, double scale, bool uniform_empty_rows,
+    c10::SymIntArrayRef origin, at::OptionalIntArrayRef heads, at::OptionalIntArrayRef rows,
+    std::array<bool, 3> output_mask) {
+  check_selection(query, lse, lse_low, heads, rows);
   check_weights("grad_weights", grad_weights, query, key, heads, rows);
   check_weights("weights", weights, query, key, heads, rows);
   // No value: with Dv = 0 the forward gives lse alone, and nothing reaches grad_value.
   const Tensor value = at::empty({key.size(0), key.size(1), key.size(2), 0}, key.options());
-  Tensor lse_rows =
-      lse ? lse->contiguous()
-          : std::get<1>(attention_forward(query, key, value, mask, bias, key_lengths, std::nullopt,
-                                          corner, window_left, window_right, 0.0, scale,
-                                          uniform_empty_rows, origin));
+  Tensor high, low;
+  if (lse) {
+    high = *lse;
+    low = lse_low ? *lse_low : Tensor();
+  } else {
+    std::tie(std::ignore, high, low) =
+        attention_forward(query, key, value, mask, bias, key_lengths, std::nullopt, corner,
+                          window_left, window_right, 0.0, scale, uniform_empty_rows, origin);
+  }
   std::vector<Tensor> keep;
-  Attention a = describe(query, key, &value, mask, bias, key_lengths, std::nullopt,
-                         {corner, window_left, window_right, 0.0, scale, uniform_empty_rows, origin}, keep);
-  a.lse = lse_rows.data_ptr();
+  Attention a =
+      describe(query, key, &value, mask, bias, key_lengths, std::nullopt,
+               {corner, window_left, window_right, 0.0, scale, uniform_empty_rows, origin}, keep);
+  set_lse(a, high, low.defined() ? OptionalTensor(low) : std::nullopt, keep);
 
   // A hidden pair has P = 0 and an unknown dP: select, do not multiply.
   Tensor grad = grad_weights, delta;
-  const auto sum_type = lse_rows.scalar_type();
-  delta = at::where(weights.eq(0), at::zeros({}, lse_rows.options()), at::mul(weights.to(sum_type), grad.to(sum_type))).sum(-1);
+  const auto sum_type = high.scalar_type();
+  delta = at::where(weights.eq(0), at::zeros({}, high.options()),
+                    at::mul(weights.to(sum_type), grad.to(sum_type)))
+              .sum(-1);
   if (heads || rows) {  // the rest of P had no use, so its cotangent is zero
     const auto place = [&](const Tensor& part) {
       Tensor whole = part;
@@ -270,7 +353,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
         shape[dim] = size;
         const Tensor index = at::empty({static_cast<int64_t>(at_indices.size())}, at::kLong);
         std::copy(at_indices.begin(), at_indices.end(), index.mutable_data_ptr<int64_t>());
-        whole = at::zeros(shape, whole.options()).index_copy(dim, index, whole);
+        whole = at::zeros(shape, whole.options()).index_add(dim, index, whole);
       };
       if (heads) spread(*heads, 1, query.size(1));
       if (rows) spread(*rows, 2, query.size(2));
@@ -281,7 +364,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
   }
   delta = delta.contiguous();
 
-  const Tensor grad_query = empty_grad(query, output_mask[0]), grad_key = empty_grad(key, output_mask[1]);
+  const Tensor grad_query = empty_grad(query, output_mask[0]),
+               grad_key = empty_grad(key, output_mask[1]);
   const Tensor grad_bias = empty_grad_bias(query, bias, output_mask[2]).zero_();
   AttentionGrad g;
   g.grad_weights = pairs_of(grad);
@@ -291,7 +375,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
   if (output_mask[2] && bias) g.grad_bias = pairs_of(grad_bias);
   const TypeKernels& kernels = kernels_for(a);
   run_backward(a, g, kernels);
-  run_bias(a, g, kernels);
+  run_bias(a, g, nullptr, kernels);
   return {grad_query, grad_key, grad_bias};
 }
 

@@ -1,4 +1,5 @@
-// Backward, from dO and lse: five products a tile, two of scores (lanes: queries) and three of gradients.
+// Backward, from dO and lse: five products a tile, two of scores (lanes: queries) and three of
+// gradients.
 //   P = exp(S - lse), Z = P o M, dP = (dO V^T) o M, dS = P o (dP - delta)
 //   dV = Z^T dO, dK = scale dS^T Q, dQ = scale dS K, dB = dS, summed where the bias broadcasts
 namespace mha_ext::cpu {
@@ -9,12 +10,11 @@ template <class K>
 struct GradScratch {
   using T = typename K::T;
   using Unit = typename K::Unit;
-  Unit *query, *grad_out;      // lanes, for the scores
+  Unit *query, *grad_out;  // lanes, for the scores
   T *p, *ds, *extra, *high, *low;
   uint64_t *bits, *keep;
-  ForwardScratch<K> forward;
 
-  GradScratch(const Attention& a, Arena& arena) : forward(a, arena) {
+  GradScratch(const Attention& a, Arena& arena) {
     query = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);
     grad_out = arena.take<Unit>(units_of<K>(a.value_dim) * kRow);
     p = arena.take<T>(kTile * kRow);
@@ -79,13 +79,14 @@ void delta(const Attention& a, const AttentionGrad& g, const void* grad_lse, voi
 template <class K>
 void load_queries(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t q0,
                   int64_t rows, GradScratch<K>& w) {
-  row_levels<K>(a, b, h, q0, rows, w.forward, w.high, w.low);
+  row_levels<K>(a, b, h, q0, rows, w.high, w.low);
   pack_query<K>(a, b, h, q0, rows, w.query);
   if (g.grad_out.data)
     pack_lanes<K>(row_of<K>(g.grad_out, b, h, q0), g.grad_out.row, rows, a.value_dim, w.grad_out);
 }
 
-// w.p = Z (without the factor of dropout), w.ds = dS of one tile; hidden pairs are 0, whatever they hold.
+// w.p = Z (without the factor of dropout), w.ds = dS of one tile; hidden pairs are 0, whatever they
+// hold.
 template <class K>
 Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
                          int64_t q0, int64_t rows, int64_t k0, int64_t keys, Operand key_rows,
@@ -95,7 +96,8 @@ Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, 
   using V = typename X::V;
   Visibility visible = tile_visibility(a, b, h, q0, rows, k0, keys, w.bits);
   if (visible == Visibility::kEmpty) return visible;
-  visible = scores<K>(a, b, h, q0, rows, k0, keys, w.query, key_rows, visible, w.bits, w.p, w.extra);
+  visible =
+      scores<K>(a, b, h, q0, rows, k0, keys, w.query, key_rows, visible, w.bits, w.p, w.extra);
   const int64_t vectors = vectors_of<K>(rows);
   if (g.grad_weights.data)
     load_pairs<K, typename K::S>(g.grad_weights, b, h, q0, rows, k0, keys, w.ds);
@@ -137,12 +139,13 @@ void store_bias_tile(const Attention& a, const AttentionGrad& g, int64_t b, int6
                      int64_t rows, int64_t k0, int64_t keys, const typename K::T* one,
                      const typename K::T* tile) {
   using X = typename K::X;
-  const int64_t at = b * g.grad_bias.batch + h * g.grad_bias.head + q0 * g.grad_bias.query +
-                     k0 * g.grad_bias.key;
+  const int64_t at =
+      b * g.grad_bias.batch + h * g.grad_bias.head + q0 * g.grad_bias.query + k0 * g.grad_bias.key;
   if (a.bias_is_float32)
     transpose_out<X>(tile, one, rows, keys, (float*)g.grad_bias.data + at, g.grad_bias.query);
   else
-    transpose_out<X>(tile, one, rows, keys, (typename K::S*)g.grad_bias.data + at, g.grad_bias.query);
+    transpose_out<X>(tile, one, rows, keys, (typename K::S*)g.grad_bias.data + at,
+                     g.grad_bias.query);
 }
 
 // P of empty rows is 1/Lk over all keys: dV += Z^T dO of those rows only.
@@ -152,8 +155,7 @@ void add_uniform_values(const Attention& a, const AttentionGrad& g, int64_t b, i
                         BackwardScratch<K>& w) {
   uint64_t empty = 0;
   const typename K::T* lse = (const typename K::T*)a.lse + (b * a.heads + h) * a.queries + q0;
-  for (int64_t r = 0; r < rows; r++)
-    empty |= (uint64_t)(lse[r] == -(typename K::T)INFINITY) << r;
+  for (int64_t r = 0; r < rows; r++) empty |= (uint64_t)(lse[r] == -(typename K::T)INFINITY) << r;
   if (!empty) return;
   const int64_t ld = padded<K>(a.value_dim);
   for (int64_t k0 = begin; k0 < end; k0 += kTile) {
@@ -221,8 +223,8 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
         const auto from = [&](Operand o) {
           return Operand{o.data + at * o.m_stride, o.m_stride, o.t_stride};
         };
-        const Visibility visible = gradient_tile<K>(a, g, b, h, q0, rows, k0, keys, from(key_rows),
-                                                    from(value_rows), w);
+        const Visibility visible =
+            gradient_tile<K>(a, g, b, h, q0, rows, k0, keys, from(key_rows), from(value_rows), w);
         if (visible == Visibility::kEmpty) continue;
         if (write_bias) store_bias_tile<K>(a, g, b, h, q0, rows, k0, keys, w.one, w.ds);
 
@@ -231,11 +233,13 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
         if (visible == Visibility::kPartial &&
             !(finite && all_finite<K>(key_tile, a.key.row, keys, a.head_dim))) {
           if (g.grad_value.data)
-            select_rows<K>(w.p, w.bits, grad_out, g.grad_out.row, keys, a.value_dim, grad_value, ldv);
+            select_rows<K>(w.p, w.bits, grad_out, g.grad_out.row, keys, a.value_dim, grad_value,
+                           ldv);
           if (g.grad_key.data)
             select_rows<K>(w.ds, w.bits, query, a.query.row, keys, a.head_dim, grad_key, ld);
           if (g.grad_query.data)
-            select_lanes<K>(w.ds, w.bits, key_tile, a.key.row, keys, a.head_dim, vectors, w.grad_query);
+            select_lanes<K>(w.ds, w.bits, key_tile, a.key.row, keys, a.head_dim, vectors,
+                            w.grad_query);
           continue;
         }
         const int64_t row_units = units_of<K>(rows);
@@ -278,7 +282,8 @@ void add_ranges(const Attention& a, const AttentionGrad& g, const void* partial,
                 int64_t h, int64_t block) {
   using T = typename K::T;
   using X = typename K::X;
-  const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0), count = key_ranges(a).count;
+  const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0),
+                count = key_ranges(a).count;
   const typename X::V scale = X::set((T)a.scale);
   for (int64_t r = 0; r < rows; r++) {
     const T* from = (const T*)partial + (q0 + r) * a.head_dim;
@@ -299,8 +304,9 @@ void add_ranges(const Attention& a, const AttentionGrad& g, const void* partial,
   }
 }
 
-// The gradient of a broadcast bias: each of its tiles has one owner, who computes dS again for every (b, h), and for
-// every tile along a broadcast dimension, in order; a share is a contiguous piece of that list.
+// The gradient of a bias that broadcasts over (b, h) or the queries: each of its tiles has one
+// owner, who computes dS again for every (b, h), and every block of queries it broadcasts over, in
+// order; a share is a piece of that list.
 template <class K>
 void bias_share(const Attention& a, const AttentionGrad& g, const BiasPlan& plan, int64_t owner,
                 int64_t chunk, void* sums_pointer, void* scratch) {
@@ -314,27 +320,24 @@ void bias_share(const Attention& a, const AttentionGrad& g, const BiasPlan& plan
   T* sums = (T*)sums_pointer;
   for (int64_t i = 0; i < kTile * kRow; i++) sums[i] = 0;
 
-  const int64_t key_tile = owner % plan.key_tiles, query_tile = owner / plan.key_tiles % plan.query_tiles;
+  const int64_t key_tile = owner % plan.key_tiles,
+                query_tile = owner / plan.key_tiles % plan.query_tiles;
   const int64_t head = owner / (plan.key_tiles * plan.query_tiles) % plan.heads;
   const int64_t batch = owner / (plan.key_tiles * plan.query_tiles * plan.heads);
   // How many terms each dimension adds: all of it where the bias broadcasts, else one.
   const int64_t batches = a.batch / plan.batches, heads = a.heads / plan.heads;
   const int64_t query_tiles = ceil_div(a.queries, kTile) / plan.query_tiles;
-  const int64_t key_tiles = ceil_div(a.keys, kTile) / plan.key_tiles;
-  const int64_t terms = batches * heads * query_tiles * key_tiles;
+  const int64_t terms = batches * heads * query_tiles;
+  const int64_t k0 = key_tile * kTile, keys = min_of(kTile, a.keys - k0);
 
-  int64_t packed = -1;
   for (int64_t i = terms * chunk / plan.chunks; i < terms * (chunk + 1) / plan.chunks; i++) {
-    const int64_t block = i / key_tiles;  // (b, h, query tile)
-    const int64_t k0 = (key_tile + i % key_tiles) * kTile, keys = min_of(kTile, a.keys - k0);
-    const int64_t q0 = (query_tile + block % query_tiles) * kTile;
+    const int64_t q0 = (query_tile + i % query_tiles) * kTile;
     const int64_t rows = min_of(kTile, a.queries - q0);
-    const int64_t h = head + block / query_tiles % heads, b = batch + block / (query_tiles * heads);
+    const int64_t h = head + i / query_tiles % heads, b = batch + i / (query_tiles * heads);
     const int64_t kv = kv_head(a, h);
     const Range seen = seen_by_any(a, b, q0, q0 + rows - 1);
     if (k0 >= seen.end || k0 + keys <= seen.begin) continue;
-    if (packed != block) load_queries<K>(a, g, b, h, q0, rows, w);
-    packed = block;
+    load_queries<K>(a, g, b, h, q0, rows, w);
     const Operand key_rows =
         rows_operand<K>(row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, keys_in);
     const Operand value_rows =
@@ -361,26 +364,18 @@ void bias_finish(const Attention& a, const AttentionGrad& g, const BiasPlan& pla
   for (int64_t r = 0; r < kRow; r++) one[r] = 1;
   for (int64_t c = 1; c < plan.chunks; c++)
     for (int64_t i = 0; i < kTile * kRow; i++) sums[i] += sums[c * kTile * kRow + i];
-  int64_t rows = kTile, keys = kTile;
+  int64_t rows = kTile;
   if (g.grad_bias.query == 0) {  // sum over the queries, into row 0
-    for (int64_t n = 0; n < kTile; n++) {
-      T total = 0;
-      for (int64_t r = 0; r < kRow; r++) total += sums[n * kRow + r];
-      for (int64_t r = 0; r < kRow; r++) sums[n * kRow + r] = r ? 0 : total;
-    }
+    for (int64_t n = 0; n < kTile; n++)
+      for (int64_t r = 1; r < kRow; r++) sums[n * kRow] += sums[n * kRow + r];
     rows = 1;
   }
-  if (g.grad_bias.key == 0) {
-    for (int64_t n = 1; n < kTile; n++)
-      for (int64_t r = 0; r < kRow; r++) sums[r] += sums[n * kRow + r];
-    keys = 1;
-  }
-  const int64_t q0 = owner / plan.key_tiles % plan.query_tiles * kTile, k0 = owner % plan.key_tiles * kTile;
+  const int64_t q0 = owner / plan.key_tiles % plan.query_tiles * kTile,
+                k0 = owner % plan.key_tiles * kTile;
   const int64_t head = owner / (plan.key_tiles * plan.query_tiles) % plan.heads;
   const int64_t batch = owner / (plan.key_tiles * plan.query_tiles * plan.heads);
-  rows = min_of(rows, a.queries - q0);
-  keys = min_of(keys, a.keys - k0);
-  store_bias_tile<K>(a, g, batch, head, q0, rows, k0, keys, one, sums);
+  store_bias_tile<K>(a, g, batch, head, q0, min_of(rows, a.queries - q0), k0,
+                     min_of(kTile, a.keys - k0), one, sums);
 }
 
 }  // namespace

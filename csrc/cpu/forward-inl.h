@@ -1,32 +1,53 @@
-// Forward: one pass over the keys with a running maximum m and sum l (Milakov & Gimelshein 2018; Dao et al. 2022).
+// Forward: one pass over the keys with a running maximum m and sum l (Milakov & Gimelshein 2018;
+// Dao et al. 2022).
 //   S = scale Q K^T + bias,  P = exp(S - m),  O = sum P V / l,  lse = m + log l
 namespace mha_ext::cpu {
 namespace {
+
+// What a block of 64 queries carries through the keys.
+template <class K>
+struct QueryBlock {
+  typename K::Unit* query;
+  typename K::T *out, *m, *l;
+  int64_t q0, rows, vectors;
+  Range seen;
+  bool started;  // has met a tile: before that, out holds nothing
+};
+
+// Where K and V must be packed, a few blocks share what is packed.
+template <class K>
+constexpr int64_t kGroup = K::kInPlace ? 1 : 4;
 
 template <class K>
 struct ForwardScratch {
   using T = typename K::T;
   using Unit = typename K::Unit;
-  Unit *query, *key, *value, *pairs;
-  T *s, *out, *extra, *m, *l;
+  QueryBlock<K> blocks[kGroup<K>];
+  Unit *key, *value, *pairs;
+  T *s, *extra;
   uint64_t *bits, *keep;
 
   ForwardScratch(const Attention& a, Arena& arena) {
-    query = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);
+    for (QueryBlock<K>& q : blocks) {
+      q.query = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);
+      q.out = arena.take<T>(height_of<K>(a.value_dim) * kRow);
+      q.m = arena.take<T>(kRow);
+      q.l = arena.take<T>(kRow);
+    }
     key = arena.take<Unit>(kTile * operand_width<K>(a.head_dim));
     value = arena.take<Unit>(kTile * operand_width<K>(a.value_dim));
     pairs = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
     s = arena.take<T>(kTile * kRow);
-    out = arena.take<T>(height_of<K>(a.value_dim) * kRow);
-    extra = arena.take<T>(max_of(a.bias.data ? kTile : 0, a.uniform_empty_rows ? height_of<K>(a.value_dim) : 0) * kRow);
-    m = arena.take<T>(kRow);
-    l = arena.take<T>(kRow);
+    extra = arena.take<T>(
+        max_of(a.bias.data ? kTile : 0, a.uniform_empty_rows ? height_of<K>(a.value_dim) : 0) *
+        kRow);
     bits = arena.take<uint64_t>(kTile);
     keep = arena.take<uint64_t>(kTile);
   }
 };
 
-// One tile of scores: raises m, rescales l and the output where m grew by more than e^5.5, S -> P, adds P to l.
+// One tile of scores: raises m, rescales l and the output where m grew by more than e^5.5, S -> P,
+// adds P to l.
 template <class K>
 void softmax_tile(int64_t keys, int64_t vectors, typename K::T* s, typename K::T* m,
                   typename K::T* l, typename K::T* out, int64_t value_dim) {
@@ -53,7 +74,8 @@ void softmax_tile(int64_t keys, int64_t vectors, typename K::T* s, typename K::T
       const V factor = X::select(grows, exp_of<X>(X::sub(old, level)), X::set(1));
       X::store(l + i * K::kLanes, X::mul(factor, X::load(l + i * K::kLanes)));
       typename K::T* o = out + i * K::kLanes;
-      for (int64_t d = 0; d < value_dim; d++) X::store(o + d * kRow, X::mul(factor, X::load(o + d * kRow)));
+      for (int64_t d = 0; d < value_dim; d++)
+        X::store(o + d * kRow, X::mul(factor, X::load(o + d * kRow)));
     }
     // A row that has seen nothing yet: -inf - -inf would be NaN.
     level = X::select(X::eq(level, lowest), X::zero(), level);
@@ -89,54 +111,85 @@ void select_tile(const uint64_t* bits, int64_t keys, int64_t vectors, typename K
     }
 }
 
-// out[d][64 r] += P V for the P in w.s
+// out[d][64 r] += P V for the P in w.s, or out = P V where the block has not started.
 template <class K>
-void add_values(const Attention& a, int64_t b, int64_t h, int64_t vectors, int64_t k0, int64_t keys,
-                bool partial, ForwardScratch<K>& w, typename K::T* out) {
-  const typename K::S* value = row_of<K>(a.value, b, kv_head(a, h), k0);
-  if (partial && !all_finite<K>(value, a.value.row, keys, a.value_dim))
+void add_values(const Attention& a, const typename K::S* value, Operand columns, int64_t vectors,
+                int64_t keys, bool partial, bool started, ForwardScratch<K>& w,
+                typename K::T* out) {
+  using X = typename K::X;
+  using Dot = typename K::Dot;
+  if (partial && !all_finite<K>(value, a.value.row, keys, a.value_dim)) {
+    if (!started) __builtin_memset(out, 0, (size_t)(a.value_dim * kRow) * sizeof(*out));
     return select_lanes<K>(w.s, w.bits, value, a.value.row, keys, a.value_dim, vectors, out);
-  const Operand columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value);
-  product<typename K::X, typename K::Dot, Contiguous::kAlongM, Update::kAdd>(
-      columns, a.value_dim, units_of<K>(keys), tile_vectors<K>(w.s, keys, vectors, w.pairs), kRow,
-      vectors, out, kRow);
+  }
+  const typename K::Unit* p = tile_vectors<K>(w.s, keys, vectors, w.pairs);
+  const int64_t units = units_of<K>(keys);
+  if (started)
+    product<X, Dot, Contiguous::kAlongM, Update::kAdd>(columns, a.value_dim, units, p, kRow,
+                                                       vectors, out, kRow);
+  else
+    product<X, Dot, Contiguous::kAlongM, Update::kStore>(columns, a.value_dim, units, p, kRow,
+                                                         vectors, out, kRow);
 }
 
-// m, l and (with_values) the unnormalised output of queries [q0, q0 + rows).
+// m, l and (with_values) the unnormalised output of `count` blocks of queries, rows [q0, q0 +
+// rows).
 template <class K>
 void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, bool with_values,
                ForwardScratch<K>& w) {
   using T = typename K::T;
-  const int64_t vectors = vectors_of<K>(rows), value_dim = with_values ? a.value_dim : 0;
-  const int64_t kv = kv_head(a, h);
-  for (int64_t r = 0; r < kRow; r++) {
-    w.m[r] = -(T)INFINITY;
-    w.l[r] = 0;
+  const int64_t value_dim = with_values ? a.value_dim : 0, kv = kv_head(a, h);
+  const int64_t count = ceil_div(rows, kTile);
+  Range seen{a.keys, 0};
+  for (int64_t i = 0; i < count; i++) {
+    QueryBlock<K>& q = w.blocks[i];
+    q.q0 = q0 + i * kTile;
+    q.rows = min_of(kTile, q0 + rows - q.q0);
+    q.vectors = vectors_of<K>(q.rows);
+    q.started = false;
+    q.seen = seen_by_any(a, b, q.q0, q.q0 + q.rows - 1);
+    if (q.seen.begin < q.seen.end)
+      seen = {min_of(seen.begin, q.seen.begin), max_of(seen.end, q.seen.end)};
+    for (int64_t r = 0; r < kRow; r++) {
+      q.m[r] = -(T)INFINITY;
+      q.l[r] = 0;
+    }
+    pack_query<K>(a, b, h, q.q0, q.rows, q.query);
   }
-  for (int64_t i = 0; i < height_of<K>(value_dim) * kRow; i++) w.out[i] = 0;
-  pack_query<K>(a, b, h, q0, rows, w.query);
 
-  const Range seen = seen_by_any(a, b, q0, q0 + rows - 1);
   for (int64_t k0 = seen.begin / kTile * kTile; k0 < seen.end; k0 += kTile) {
     const int64_t keys = min_of(kTile, a.keys - k0);
-    Visibility visible = tile_visibility(a, b, h, q0, rows, k0, keys, w.bits);
-    if (visible == Visibility::kEmpty) continue;
-    const Operand key_rows =
-        rows_operand<K>(row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, w.key);
-    visible = scores<K>(a, b, h, q0, rows, k0, keys, w.query, key_rows, visible, w.bits, w.s, w.extra);
-    const bool partial = visible == Visibility::kPartial;
-    if (partial) select_tile<K>(w.bits, keys, vectors, -(T)INFINITY, w.s);
-    softmax_tile<K>(keys, vectors, w.s, w.m, w.l, w.out, value_dim);
-    if (!with_values) continue;
-    if (a.dropout.seed) {
-      dropout_tile<K>(a, b, h, q0, rows, k0, keys, w.keep);
-      select_tile<K>(w.keep, keys, vectors, 0, w.s);
+    const typename K::S* value = row_of<K>(a.value, b, kv, k0);
+    Operand key_rows, value_columns;
+    bool packed = false;
+    for (int64_t i = 0; i < count; i++) {
+      QueryBlock<K>& q = w.blocks[i];
+      Visibility visible = tile_visibility(a, b, h, q.q0, q.rows, k0, keys, w.bits);
+      if (visible == Visibility::kEmpty) continue;
+      if (!packed) {
+        key_rows = rows_operand<K>(row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, w.key);
+        if (with_values)
+          value_columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value);
+        packed = true;
+      }
+      visible = scores<K>(a, b, h, q.q0, q.rows, k0, keys, q.query, key_rows, visible, w.bits, w.s,
+                          w.extra);
+      const bool partial = visible == Visibility::kPartial;
+      if (partial) select_tile<K>(w.bits, keys, q.vectors, -(T)INFINITY, w.s);
+      softmax_tile<K>(keys, q.vectors, w.s, q.m, q.l, q.out, q.started ? value_dim : 0);
+      if (!with_values) continue;
+      if (a.dropout.seed) {
+        dropout_tile<K>(a, b, h, q.q0, q.rows, k0, keys, w.keep);
+        select_tile<K>(w.keep, keys, q.vectors, 0, w.s);
+      }
+      add_values<K>(a, value, value_columns, q.vectors, keys, partial, q.started, w, q.out);
+      q.started = true;
     }
-    add_values<K>(a, b, h, vectors, k0, keys, partial, w, w.out);
   }
 }
 
-// tile[key][64 r] = 1 / Lk in the rows of `empty` that dropout keeps, else 0: P of rows that see nothing.
+// tile[key][64 r] = 1 / Lk in the rows of `empty` that dropout keeps, else 0: P of rows that see
+// nothing.
 template <class K>
 void uniform_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
                   int64_t keys, uint64_t empty, uint64_t* keep, typename K::T* tile) {
@@ -151,66 +204,66 @@ void uniform_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
   select_tile<K>(keep, keys, vectors_of<K>(rows), 0, tile);
 }
 
+// lse and the normalised output of one block.
 template <class K>
-void forward(const Attention& a, int64_t b, int64_t h, int64_t block, void* scratch) {
+void finish_block(const Attention& a, int64_t b, int64_t h, QueryBlock<K>& q,
+                  ForwardScratch<K>& w) {
   using T = typename K::T;
   using X = typename K::X;
+  const T kept = (T)a.dropout.keep_scale;
+  const int64_t at = (b * a.heads + h) * a.queries + q.q0, width = a.value_dim * kRow;
+  T *lse = (T*)a.lse + at, *lse_low = (T*)a.lse_low + at;
+  uint64_t empty = 0;
+  for (int64_t r = 0; r < q.rows; r++) {
+    lse[r] = -(T)INFINITY;
+    lse_low[r] = 0;
+    if (q.l[r] == 0)
+      empty |= 1ull << r;
+    else
+      add_log(q.m[r], q.l[r], lse + r, lse_low + r);
+  }
+  if (!q.started) __builtin_memset(q.out, 0, (size_t)width * sizeof(T));
+  for (int64_t r = 0; r < kRow; r++) q.l[r] = r < q.rows && q.l[r] != 0 ? kept / q.l[r] : 0;
+  if (empty && a.uniform_empty_rows) {
+    __builtin_memset(w.extra, 0, (size_t)width * sizeof(T));
+    for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
+      const int64_t keys = min_of(kTile, a.keys - k0);
+      const typename K::S* value = row_of<K>(a.value, b, kv_head(a, h), k0);
+      uniform_tile<K>(a, b, h, q.q0, q.rows, k0, keys, empty, w.keep, w.s);
+      const Operand columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value);
+      add_values<K>(a, value, columns, q.vectors, keys, false, k0 > 0, w, w.extra);
+    }
+    for (int64_t d = 0; d < a.value_dim; d++)
+      for (int64_t i = 0; i < q.vectors; i++) {
+        const int64_t lane = d * kRow + i * K::kLanes;
+        X::store(q.out + lane, X::select(X::mask(empty >> (i * K::kLanes)), X::load(w.extra + lane),
+                                         X::load(q.out + lane)));
+      }
+    for (int64_t r = 0; r < q.rows; r++)
+      if (empty >> r & 1) q.l[r] = kept;
+  }
+  transpose_out<X>(q.out, q.l, q.rows, a.value_dim, row_of<K>(a.out, b, h, q.q0), a.out.row);
+}
+
+template <class K>
+void forward(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, void* scratch) {
   [[maybe_unused]] const typename K::Dot::Session session;
   Arena arena{(char*)scratch};
   ForwardScratch<K> w(a, arena);
-  const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
   scan_keys<K>(a, b, h, q0, rows, true, w);
-
-  const T kept = (T)a.dropout.keep_scale;
-  T* lse = (T*)a.lse + (b * a.heads + h) * a.queries + q0;
-  uint64_t empty = 0;
-  for (int64_t r = 0; r < rows; r++) {
-    const bool none = w.l[r] == 0;
-    empty |= (uint64_t)none << r;
-    lse[r] = none ? -(T)INFINITY : w.m[r] + log_of(w.l[r]);
-  }
-  for (int64_t r = 0; r < kRow; r++) w.l[r] = r < rows && w.l[r] != 0 ? kept / w.l[r] : 0;
-  if (empty && a.uniform_empty_rows) {
-    const int64_t vectors = vectors_of<K>(rows);
-    for (int64_t i = 0; i < height_of<K>(a.value_dim) * kRow; i++) w.extra[i] = 0;
-    for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
-      const int64_t keys = min_of(kTile, a.keys - k0);
-      uniform_tile<K>(a, b, h, q0, rows, k0, keys, empty, w.keep, w.s);
-      add_values<K>(a, b, h, vectors, k0, keys, false, w, w.extra);
-    }
-    for (int64_t d = 0; d < a.value_dim; d++)
-      for (int64_t i = 0; i < vectors; i++) {
-        const int64_t at = d * kRow + i * K::kLanes;
-        X::store(w.out + at, X::select(X::mask(empty >> (i * K::kLanes)), X::load(w.extra + at),
-                                       X::load(w.out + at)));
-      }
-    for (int64_t r = 0; r < rows; r++)
-      if (empty >> r & 1) w.l[r] = kept;
-  }
-  transpose_out<X>(w.out, w.l, rows, a.value_dim, row_of<K>(a.out, b, h, q0), a.out.row);
+  for (int64_t i = 0; i < ceil_div(rows, kTile); i++) finish_block<K>(a, b, h, w.blocks[i], w);
 }
 
-// What exp subtracts from S to give P: lse = high + low, and +inf in rows that see nothing. Where |lse| is so large
-// that m + log l has lost log l (scores near finfo.min), m and log l are found again, unless lse came from elsewhere.
+// What exp subtracts from S to give P: lse = high + low, and +inf in rows that see nothing.
 template <class K>
 void row_levels(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
-                ForwardScratch<K>& w, typename K::T* high, typename K::T* low) {
+                typename K::T* high, typename K::T* low) {
   using T = typename K::T;
-  const T* lse = (const T*)a.lse + (b * a.heads + h) * a.queries + q0;
-  bool coarse = false;
+  const int64_t at = (b * a.heads + h) * a.queries + q0;
   for (int64_t r = 0; r < kRow; r++) {
-    high[r] = r >= rows || lse[r] == -(T)INFINITY ? (T)INFINITY : lse[r];
-    low[r] = 0;
-    coarse |= r < rows && (lse[r] > 8192 || (lse[r] < -8192 && lse[r] != -(T)INFINITY));
-  }
-  if (!coarse) return;
-  scan_keys<K>(a, b, h, q0, rows, false, w);
-  for (int64_t r = 0; r < rows; r++) {
-    const T rest = log_of(w.l[r]);
-    if (lse[r] == w.m[r] + rest) {
-      high[r] = w.m[r];
-      low[r] = rest;
-    }
+    const bool some = r < rows && ((const T*)a.lse)[at + r] != -(T)INFINITY;
+    high[r] = some ? ((const T*)a.lse)[at + r] : (T)INFINITY;
+    low[r] = some && a.lse_low ? ((const T*)a.lse_low)[at + r] : 0;
   }
 }
 
@@ -226,22 +279,24 @@ void weights(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
   T* low = arena.take<T>(kRow);
   T* one = arena.take<T>(kRow);
   const int64_t vectors = vectors_of<K>(rows), kv = kv_head(a, h);
+  const QueryBlock<K>& q = w.blocks[0];
   typename K::S* out = (typename K::S*)out_pointer;
   for (int64_t r = 0; r < kRow; r++) one[r] = 1;
   if (a.lse) {
-    row_levels<K>(a, b, h, q0, rows, w, high, low);
+    row_levels<K>(a, b, h, q0, rows, high, low);
   } else {
     scan_keys<K>(a, b, h, q0, rows, false, w);
     for (int64_t r = 0; r < kRow; r++) {
-      high[r] = w.l[r] == 0 ? (T)INFINITY : w.m[r];
-      low[r] = w.l[r] == 0 ? 0 : log_of(w.l[r]);
+      high[r] = (T)INFINITY;
+      low[r] = 0;
+      if (q.l[r] != 0) add_log(q.m[r], q.l[r], high + r, low + r);
     }
   }
   uint64_t empty = 0;
-  for (int64_t r = 0; r < rows; r++) empty |= (uint64_t)(high[r] == (T)INFINITY && low[r] == 0) << r;
+  for (int64_t r = 0; r < rows; r++) empty |= (uint64_t)(high[r] == (T)INFINITY) << r;
   if (!a.uniform_empty_rows) empty = 0;
 
-  pack_query<K>(a, b, h, q0, rows, w.query);
+  pack_query<K>(a, b, h, q0, rows, q.query);
   for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
     const int64_t keys = min_of(kTile, a.keys - k0);
     Visibility visible = tile_visibility(a, b, h, q0, rows, k0, keys, w.bits);
@@ -250,12 +305,14 @@ void weights(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
     } else {
       const Operand key_rows =
           rows_operand<K>(row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, w.key);
-      visible = scores<K>(a, b, h, q0, rows, k0, keys, w.query, key_rows, visible, w.bits, w.s, w.extra);
+      visible =
+          scores<K>(a, b, h, q0, rows, k0, keys, q.query, key_rows, visible, w.bits, w.s, w.extra);
       for (int64_t n = 0; n < keys; n++)
         for (int64_t i = 0; i < vectors; i++) {
           const int64_t lane = i * K::kLanes;
           T* p = w.s + n * kRow + lane;
-          X::store(p, exp_of<X>(X::sub(X::sub(X::load(p), X::load(high + lane)), X::load(low + lane))));
+          X::store(
+              p, exp_of<X>(X::sub(X::sub(X::load(p), X::load(high + lane)), X::load(low + lane))));
         }
       if (visible == Visibility::kPartial) select_tile<K>(w.bits, keys, vectors, 0, w.s);
     }

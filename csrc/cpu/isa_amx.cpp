@@ -1,5 +1,5 @@
-// AVX-512 with AMX (Sapphire Rapids and later): bfloat16 products on tiles of 16 x 16 sums, each instruction
-// adding 32 products to every sum. Everything else is AVX-512.
+// AVX-512 with AMX (Sapphire Rapids and later): bfloat16 products on tiles of 16 x 16 sums, each
+// instruction adding 32 products to every sum. Everything else is AVX-512.
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
@@ -7,7 +7,8 @@
 #include "kernels.h"
 #include "target.h"
 
-TARGET_BEGIN("amx-tile,amx-bf16,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
+TARGET_BEGIN(
+    "amx-tile,amx-bf16,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 #include "../spec/dropout.h"
 #include "scalar-inl.h"
 #include "vec_avx512-inl.h"
@@ -24,7 +25,8 @@ namespace {
 struct MultiplyTiles : PairUnits<16> {
   static constexpr int kRowBlock = 16;
 
-  // All tiles 16 rows of 64 bytes; released at the end, so that the state is clean for whoever comes next.
+  // All tiles 16 rows of 64 bytes; released at the end, so that the state is clean for whoever
+  // comes next.
   struct Session {
     Session() {
       struct alignas(64) {
@@ -32,7 +34,9 @@ struct MultiplyTiles : PairUnits<16> {
         uint16_t column_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
         uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
       } config;
-      asm volatile("ldtilecfg %0" : : "m"(config));  // g++ 12's intrinsic reads only 8 of the 64 bytes
+      asm volatile("ldtilecfg %0"
+                   :
+                   : "m"(config));  // g++ 12's intrinsic reads only 8 of the 64 bytes
     }
     ~Session() { _tile_release(); }
   };
@@ -40,7 +44,10 @@ struct MultiplyTiles : PairUnits<16> {
   template <Update kC, bool kTwoRows, bool kTwoColumns>
   static void block(Operand a, int64_t count, const Unit* x, int64_t ldx, float* c, int64_t ldc) {
     const int64_t c_stride = ldc * 4, x_stride = ldx * 4;
-    asm volatile("" : : : "memory");  // the compiler does not know that tiles are loaded from memory,
+    asm volatile(""
+                 :
+                 :
+                 : "memory");  // the compiler does not know that tiles are loaded from memory,
     if constexpr (kC == Update::kAdd) {
       _tile_loadd(0, c, c_stride);
       if constexpr (kTwoColumns) _tile_loadd(1, c + 16, c_stride);

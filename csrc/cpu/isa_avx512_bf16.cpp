@@ -1,5 +1,5 @@
-// AVX-512 with AVX512_BF16 (Zen 4, Cooper Lake and later): vdpbf16ps multiplies pairs of bfloat16 neighbours into
-// float sums, twice the work of a float multiply-add on Zen.
+// AVX-512 with AVX512_BF16 (Zen 4, Cooper Lake and later): vdpbf16ps multiplies pairs of bfloat16
+// neighbours into float sums, twice the work of a float multiply-add on Zen.
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>

@@ -1,4 +1,5 @@
-// The instruction sets that were compiled, best first; which of them this machine has; which one runs.
+// The instruction sets that were compiled, best first; which of them this machine has; which one
+// runs.
 #include "kernels.h"
 
 #include <stdio.h>
@@ -39,7 +40,7 @@ bool always() { return true; }
 #if MHA_EXT_X86
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+         __builtin_cpu_supports("bmi2");  // and F16C, which every AVX2 machine has
 }
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -57,8 +58,9 @@ bool has_amx() {
   return granted;
 }
 
-// On Intel without AMX, vdpbf16ps does half the work of a float multiply-add per cycle (measured: 120 against 235 GFLOP/s on
-// Granite Rapids), on AMD twice (495 against 250 on Zen 5): there it leads the list, here it comes after plain AVX-512.
+// On Intel without AMX, vdpbf16ps does half the work of a float multiply-add per cycle (measured:
+// 120 against 235 GFLOP/s on Granite Rapids), on AMD twice (495 against 250 on Zen 5): there it
+// leads the list, here it comes after plain AVX-512.
 const Isa kIntel[] = {{&kAmx, has_amx},
                       {&kAvx512, has_avx512},
                       {&kAvx512Bf16, has_avx512_bf16},

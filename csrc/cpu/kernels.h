@@ -7,7 +7,8 @@
 namespace mha_ext::cpu {
 
 // A piece of the backward: one key range of one key/value head.
-// The keys are cut the same way whatever the number of threads, and the ranges' grad_query is added in order.
+// The keys are cut the same way whatever the number of threads, and the ranges' grad_query is added
+// in order.
 struct KeyRanges {
   int64_t count, size;
 };
@@ -22,7 +23,8 @@ HOST_DEVICE bool bias_is_dense(const Attention& a, const Pairs& grad_bias) {
          (grad_bias.query || a.queries == 1) && (grad_bias.key || a.keys == 1);
 }
 
-// A tile of the bias' gradient and the share of the sum over the broadcast dimensions that one task adds up.
+// A tile of the bias' gradient and the share of the sum over the broadcast dimensions that one task
+// adds up.
 struct BiasPlan {
   int64_t batches, heads, query_tiles, key_tiles;  // owners: distinct tiles of the bias
   int64_t chunks;                                  // shares of each owner's sum
@@ -30,16 +32,19 @@ struct BiasPlan {
 
 struct TypeKernels {
   int64_t element_size;  // of what is accumulated: 4, or 8 for float64
-  // Bytes of scratch, 64-byte aligned, that one thread needs: for forward and weights, and for the others.
+  // Bytes of scratch, 64-byte aligned, that one thread needs: for forward and weights, and for the
+  // others.
   int64_t (*forward_scratch_bytes)(const Attention& a);
   int64_t (*backward_scratch_bytes)(const Attention& a);
-  // Queries [64 block, …) of head h of batch entry b: out and lse.
-  void (*forward)(const Attention& a, int64_t b, int64_t h, int64_t block, void* scratch);
-  // delta = rowsum(dO * O) - dL for the same queries.
+  int64_t group;  // blocks of 64 queries that forward does best together
+  // Queries [q0, q0 + rows), rows <= 64 group, of head h of batch entry b: out, lse and lse_low.
+  void (*forward)(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
+                  void* scratch);
+  // delta = rowsum(dO * O) - dL for queries [64 block, …).
   void (*delta)(const Attention& a, const AttentionGrad& g, const void* grad_lse, void* delta,
                 int64_t b, int64_t h, int64_t block);
-  // One range of keys: grad_key and grad_value, and grad_query: final where there is one range, else into
-  // partial [heads / kv_heads, ranges, queries, head_dim] of this key/value head.
+  // One range of keys: grad_key and grad_value, and grad_query: final where there is one range,
+  // else into partial [heads / kv_heads, ranges, queries, head_dim] of this key/value head.
   void (*backward)(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv_head,
                    int64_t range, void* partial, void* scratch);
   // grad_query of 64 queries from the partial sums [ranges, queries, head_dim] of head h.
@@ -51,10 +56,12 @@ struct TypeKernels {
   // The shares of one owner, added in order, into grad_bias.
   void (*bias_finish)(const Attention& a, const AttentionGrad& g, const BiasPlan& plan,
                       int64_t owner, void* sums, void* scratch);
-  // P of queries [q0, q0 + rows), rows <= 64, of head h of batch entry b, into out [rows, keys], contiguous rows.
+  // P of queries [q0, q0 + rows), rows <= 64, of head h of batch entry b, into out [rows, keys],
+  // contiguous rows.
   void (*weights)(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, void* out,
                   void* scratch);
-  // Runs the multiply-add that carries this type `count` times on independent registers; returns the FLOPs.
+  // Runs the multiply-add that carries this type `count` times on independent registers; returns
+  // the FLOPs.
   double (*multiply_add)(int64_t count);
 };
 
@@ -74,8 +81,9 @@ bool isa_supported(int index);
 const char* active_isa();
 bool select_isa(const char* name);  // nullptr = best supported; false if unknown or unsupported
 
-double fma_peak(DType type, double seconds);           // FLOP/s of one thread
-double copy_bandwidth(int64_t bytes, double seconds);  // bytes read and written a second, one thread
+double fma_peak(DType type, double seconds);  // FLOP/s of one thread
+double copy_bandwidth(int64_t bytes,
+                      double seconds);  // bytes read and written a second, one thread
 double read_bandwidth(int64_t bytes, double seconds);  // bytes read a second, one thread
 
 }  // namespace mha_ext::cpu

@@ -31,17 +31,22 @@ struct PairUnits {
                          Unit* to, int64_t ld) {
     for (int64_t u = 0; u < units(rows); u++)
       for (int64_t c = 0; c < columns; c += 16)
-        _mm512_storeu_si512(to + u * ld + c, pair_at(from + c, stride, 2 * u, rows, lanes(columns - c)));
+        _mm512_storeu_si512(to + u * ld + c,
+                            pair_at(from + c, stride, 2 * u, rows, lanes(columns - c)));
   }
   // to[n / 2][64 lanes] = (tile[n], tile[n + 1])
   static void pair_rows(const float* tile, int64_t keys, int64_t vectors, Unit* to) {
+    // 16-bit lanes 0, 16, 1, 17, …
+    const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i order = _mm512_or_si512(
+        count, _mm512_slli_epi32(_mm512_add_epi32(count, _mm512_set1_epi32(16)), 16));
     for (int64_t n = 0; n < 2 * units(keys); n += 2)
       for (int64_t i = 0; i < vectors; i++) {
         const float* p = tile + n * kRow + i * 16;
-        const __m256i zero = _mm256_setzero_si256();
-        const __m256i first = n < keys ? rounded(_mm512_loadu_ps(p)) : zero;
-        const __m256i second = n + 1 < keys ? rounded(_mm512_loadu_ps(p + kRow)) : zero;
-        _mm512_storeu_si512(to + n / 2 * kRow + i * 16, pair(first, second));
+        const __m512 first = n < keys ? _mm512_loadu_ps(p) : _mm512_setzero_ps();
+        const __m512 second = n + 1 < keys ? _mm512_loadu_ps(p + kRow) : _mm512_setzero_ps();
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+        _mm512_storeu_si512(to + n / 2 * kRow + i * 16, _mm512_permutexvar_epi16(order, both));
       }
   }
   // to[n][32 pairs of lanes], zero in the lanes past `rows`

@@ -1,6 +1,7 @@
 // One matrix product serves every kernel:  C[m, lane] (+)= sum_t A(m, t) X[t, lane].
-// X holds vectors (query rows, or the width of Q, dO), A is broadcast element by element straight from memory.
-// A unit is what one broadcast brings: a number, or a pair of bfloat16 neighbours along t.
+// X holds vectors (query rows, or the width of Q, dO), A is broadcast element by element straight
+// from memory. A unit is what one broadcast brings: a number, or a pair of bfloat16 neighbours
+// along t.
 namespace mha_ext::cpu {
 namespace {
 
@@ -13,20 +14,23 @@ template <class X>
 struct Multiply {
   using Unit = typename X::T;
   using Vector = typename X::V;
-  static constexpr int kStep = 1;                    // numbers a unit
+  static constexpr int kStep = 1;                      // numbers a unit
   static constexpr int kUnitBlock = 1, kRowBlock = 1;  // counts of t and of m are padded to these
-  struct Session {};                                 // what a thread sets up before its first product
+  struct Session {};  // what a thread sets up before its first product
   static Vector load(const Unit* p) { return X::load(p); }
   static Vector broadcast(const char* p) {
     Unit u;
     __builtin_memcpy(&u, p, sizeof u);
     return X::set(u);
   }
-  static typename X::V accumulate(typename X::V sum, Vector x, Vector a) { return X::fma(x, a, sum); }
+  static typename X::V accumulate(typename X::V sum, Vector x, Vector a) {
+    return X::fma(x, a, sum);
+  }
 };
 
-// Along t: A walks through contiguous units (rows of K, of a score tile). Along m: A(m, t), A(m + 1, t) are
-// neighbours (columns of V). One of the two strides is then known, which keeps the addresses in few registers.
+// Along t: A walks through contiguous units (rows of K, of a score tile). Along m: A(m, t), A(m +
+// 1, t) are neighbours (columns of V). One of the two strides is then known, which keeps the
+// addresses in few registers.
 enum class Contiguous { kAlongT, kAlongM };
 enum class Update { kStore, kAdd };  // C = sum, or C += sum
 
@@ -60,25 +64,27 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC>
     for (int i = 0; i < NV; i++) X::store(c + m * ldc + i * X::kLanes, sum[m][i]);
 }
 
-// All m for NV vectors of lanes. 24 (with 16 registers: 12) sums in flight hide the latency of the multiply-add.
+// All m for NV vectors of lanes. 24 (with 16 registers: 12) sums in flight hide the latency of the
+// multiply-add.
 template <class X, class Dot, int NV, Contiguous kA, Update kC>
 __attribute__((noinline)) void panel(Operand a, int64_t rows, int64_t count,
                                      const typename Dot::Unit* x, int64_t ldx, typename X::T* c,
                                      int64_t ldc) {
   constexpr int kMost = X::kRegisters == 32 ? (NV == 4 ? 6 : NV == 3 ? 8 : 12) : (NV == 2 ? 6 : 12);
   const int64_t m_stride = kA == Contiguous::kAlongM ? (int64_t)sizeof(*x) : a.m_stride;
-  const auto step = [&](int64_t m) __attribute__((always_inline)) {
-    a.data += m * m_stride;
-    c += m * ldc;
-    rows -= m;
+  const auto at_a_time = [&]<int kRows>() __attribute__((always_inline)) {
+    while (rows >= kRows) {
+      micro<X, Dot, kRows, NV, kA, kC>(a, count, x, ldx, c, ldc);
+      a.data += kRows * m_stride;
+      c += kRows * ldc;
+      rows -= kRows;
+    }
   };
-  for (; rows >= kMost; step(kMost)) micro<X, Dot, kMost, NV, kA, kC>(a, count, x, ldx, c, ldc);
-  if constexpr (kMost > 8)
-    for (; rows >= 8; step(8)) micro<X, Dot, 8, NV, kA, kC>(a, count, x, ldx, c, ldc);
-  if constexpr (kMost > 4)
-    for (; rows >= 4; step(4)) micro<X, Dot, 4, NV, kA, kC>(a, count, x, ldx, c, ldc);
-  for (; rows >= 2; step(2)) micro<X, Dot, 2, NV, kA, kC>(a, count, x, ldx, c, ldc);
-  for (; rows >= 1; step(1)) micro<X, Dot, 1, NV, kA, kC>(a, count, x, ldx, c, ldc);
+  at_a_time.template operator()<kMost>();
+  if constexpr (kMost > 8) at_a_time.template operator()<8>();
+  if constexpr (kMost > 4) at_a_time.template operator()<4>();
+  at_a_time.template operator()<2>();
+  at_a_time.template operator()<1>();
 }
 
 template <class X, class Dot, Contiguous kA, Update kC>

@@ -53,12 +53,20 @@ inline void narrow(float x, Float16* out) {
 inline void narrow(float x, float* out) { *out = x; }
 inline void narrow(double x, double* out) { *out = x; }
 
-inline float log_of(float x) { return logf(x); }
-inline double log_of(double x) { return log(x); }
+// lse = m + log l as high + low, rounded once each.
+template <class T>
+void add_log(T m, T l, T* high, T* low) {
+  const double rest = log((double)l);
+  *high = (T)((double)m + rest);
+  const bool ordered = fabs((double)m) >= fabs(rest);
+  const double large = ordered ? (double)m : rest, small = ordered ? rest : (double)m;
+  *low = (T)((large - (double)*high) + small);
+}
 
-// e^x = 2^n e^r with n = round(x log2 e), |r| <= ln(2) / 2. The polynomials minimise the largest relative error
-// of e^r (9.5e-8 for float with e^0 = 1 exactly, 4e-18 for double). `magic` rounds n to an integer whose low bits
-// are n + the exponent bias, so that a shift makes 2^n; from `lowest` down that is exactly 0.
+// e^x = 2^n e^r with n = round(x log2 e), |r| <= ln(2) / 2. The polynomials minimise the largest
+// relative error of e^r (9.5e-8 for float with e^0 = 1 exactly, 4e-18 for double). `magic` rounds n
+// to an integer whose low bits are n + the exponent bias, so that a shift makes 2^n; from `lowest`
+// down that is exactly 0.
 template <class T>
 struct Exp;
 template <>
@@ -75,11 +83,18 @@ struct Exp<double> {
   static constexpr double log2e = 1.4426950408889634, ln2_high = 0.69314718055994529,
                           ln2_low = 2.3190468138462996e-17;
   static constexpr int degree = 11;
-  static constexpr double coefficient[] = {
-      1.0, 1.00000000000000003, 0.50000000000000177032, 0.16666666666666168167,
-      0.041666666666492628989, 0.0083333333335594517973, 0.001388888895126120425,
-      0.00019841269432434438281, 0.000024801486481283498188, 2.7557622652024488477e-6,
-      2.7632308224452544435e-7, 2.4994293345730463606e-8};
+  static constexpr double coefficient[] = {1.0,
+                                           1.00000000000000003,
+                                           0.50000000000000177032,
+                                           0.16666666666666168167,
+                                           0.041666666666492628989,
+                                           0.0083333333335594517973,
+                                           0.001388888895126120425,
+                                           0.00019841269432434438281,
+                                           0.000024801486481283498188,
+                                           2.7557622652024488477e-6,
+                                           2.7632308224452544435e-7,
+                                           2.4994293345730463606e-8};
 };
 
 }  // namespace

@@ -22,17 +22,26 @@ int64_t forward_scratch_bytes(const Attention& a) {
 template <class X, class Dot, class S>
 constexpr TypeKernels type_kernels() {
   using K = Kind<X, Dot, S>;
-  return {sizeof(typename K::T), forward_scratch_bytes<K>, backward_scratch_bytes<K>, forward<K>, delta<K>,
-          backward<K>,           add_ranges<K>,            bias_share<K>,    bias_finish<K>,
-          weights<K>,            multiply_add<X, Dot>};
+  return {sizeof(typename K::T),
+          forward_scratch_bytes<K>,
+          backward_scratch_bytes<K>,
+          kGroup<K>,
+          forward<K>,
+          delta<K>,
+          backward<K>,
+          add_ranges<K>,
+          bias_share<K>,
+          bias_finish<K>,
+          weights<K>,
+          multiply_add<X, Dot>};
 }
 
 template <class F32, class F64>
 constexpr Kernels kernels(const char* name) {
-  return {name,
-          {type_kernels<F64, Multiply<F64>, double>(), type_kernels<F32, Multiply<F32>, float>(),
-           type_kernels<F32, Multiply<F32>, BFloat16>(),
-           type_kernels<F32, Multiply<F32>, Float16>()}};
+  return {
+      name,
+      {type_kernels<F64, Multiply<F64>, double>(), type_kernels<F32, Multiply<F32>, float>(),
+       type_kernels<F32, Multiply<F32>, BFloat16>(), type_kernels<F32, Multiply<F32>, Float16>()}};
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Compile what stands between TARGET_BEGIN and TARGET_END for one instruction set, with g++ and with clang.
-// g++ instantiates templates with the options in force at the end of the file, so its options are never popped:
-// TARGET_END must be the last line.
+// Compile what stands between TARGET_BEGIN and TARGET_END for one instruction set, with g++ and
+// with clang. g++ instantiates templates with the options in force at the end of the file, so its
+// options are never popped: TARGET_END must be the last line.
 #pragma once
 #define TARGET_PRAGMA(text) _Pragma(#text)
 #ifdef __clang__

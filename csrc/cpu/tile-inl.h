@@ -1,6 +1,7 @@
-// What happens to one tile of 64 queries x 64 keys beside the products: packing, exp, masks, dropout.
-// A tile in scratch is stored [key or column][64 queries]: the lanes are query rows, so softmax needs no
-// reduction across lanes. K describes a kernel: X (vectors), Dot (products), S (storage type).
+// What happens to one tile of 64 queries x 64 keys beside the products: packing, exp, masks,
+// dropout. A tile in scratch is stored [key or column][64 queries]: the lanes are query rows, so
+// softmax needs no reduction across lanes. K describes a kernel: X (vectors), Dot (products), S
+// (storage type).
 namespace mha_ext::cpu {
 namespace {
 
@@ -39,7 +40,9 @@ int64_t padded(int64_t n) {
 // Columns, in units, of the widest form in which a row of K or V is packed.
 template <class K>
 int64_t operand_width(int64_t n) {
-  return round_up(n, K::kLanes > K::Dot::kStep * K::Dot::kUnitBlock ? K::kLanes : K::Dot::kStep * K::Dot::kUnitBlock);
+  return round_up(n, K::kLanes > K::Dot::kStep * K::Dot::kUnitBlock
+                         ? K::kLanes
+                         : K::Dot::kStep * K::Dot::kUnitBlock);
 }
 
 // Hands out 64-byte aligned pieces of a scratch block; with base 0 it only measures.
@@ -185,7 +188,8 @@ void pack_rows(const typename K::S* from, int64_t stride, int64_t rows, int64_t 
   }
 }
 
-// K or V as A with t = column. Where the storage is what the products read, that is the memory itself.
+// K or V as A with t = column. Where the storage is what the products read, that is the memory
+// itself.
 template <class K>
 Operand rows_operand(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns,
                      typename K::Unit* scratch) {
@@ -257,14 +261,13 @@ bool all_finite(const typename K::S* from, int64_t stride, int64_t rows, int64_t
     int64_t c = 0;
     for (; c + K::kLanes <= columns; c += K::kLanes)
       sum = X::fma(X::load(from + r * stride + c), X::zero(), sum);
-    if (c < columns)
-      sum = X::fma(X::load(from + r * stride + c, columns - c), X::zero(), sum);
+    if (c < columns) sum = X::fma(X::load(from + r * stride + c, columns - c), X::zero(), sum);
   }
   return X::bits(X::eq(sum, sum)) == first_bits(K::kLanes);
 }
 
-// The products over a partial tile whose operands are not finite: visible pairs only, since 0 * NaN is not 0.
-// c[column][64 r] += tile[key][r] * from[key][column]
+// The products over a partial tile whose operands are not finite: visible pairs only, since 0 * NaN
+// is not 0. c[column][64 r] += tile[key][r] * from[key][column]
 template <class K>
 void select_lanes(const typename K::T* tile, const uint64_t* bits, const typename K::S* from,
                   int64_t stride, int64_t keys, int64_t columns, int64_t vectors,
@@ -292,8 +295,7 @@ void select_rows(const typename K::T* tile, const uint64_t* bits, const typename
       const typename X::V p = X::set(tile[n * kRow + r]);
       for (int64_t d = 0; d < columns; d += K::kLanes) {
         const typename K::S* q = from + r * stride + d;
-        const typename X::V v =
-            d + K::kLanes <= columns ? X::load(q) : X::load(q, columns - d);
+        const typename X::V v = d + K::kLanes <= columns ? X::load(q) : X::load(q, columns - d);
         X::store(c + n * ld + d, X::fma(v, p, X::load(c + n * ld + d)));
       }
     }
@@ -304,8 +306,8 @@ template <class K, class E>
 void load_pairs(const Pairs& pairs, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
                 int64_t keys, typename K::T* to) {
   using X = typename K::X;
-  const E* from = (const E*)pairs.data + b * pairs.batch + h * pairs.head + q0 * pairs.query +
-                  k0 * pairs.key;
+  const E* from =
+      (const E*)pairs.data + b * pairs.batch + h * pairs.head + q0 * pairs.query + k0 * pairs.key;
   if (pairs.query == 0) {
     for (int64_t n = 0; n < keys; n++) {
       const typename X::V v = X::set(widen(from[n * pairs.key]));
@@ -333,9 +335,10 @@ void dropout_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
   for (int64_t j = 0; j < keys; j++) keep[j] = 0;
   for (int64_t group = first >> 3; group <= (first + keys - 1) >> 3; group++)
     for (int64_t r = 0; r < rows; r += U::kLanes) {
-      const Philox<U> random = philox<U>(
-          U::set((uint32_t)group), U::from((uint32_t)(a.origin.query + q0 + r)),
-          U::set((uint32_t)(a.origin.head + h)), U::set((uint32_t)(a.origin.batch + b)), key0, key1);
+      const Philox<U> random =
+          philox<U>(U::set((uint32_t)group), U::from((uint32_t)(a.origin.query + q0 + r)),
+                    U::set((uint32_t)(a.origin.head + h)), U::set((uint32_t)(a.origin.batch + b)),
+                    key0, key1);
       const int64_t offset = group * 8 - first;
       for (int64_t lane = max_of(0, -offset); lane < min_of(8, keys - offset); lane++) {
         const U word = random.word[lane >> 1];
@@ -357,15 +360,18 @@ void scale_tile(typename K::T factor, int64_t keys, int64_t vectors, typename K:
     }
 }
 
-// Q as lanes for the scores. Where a number is wide enough it carries the scale of the scores; bfloat16 does not.
+// Q as lanes for the scores. Where a number is wide enough it carries the scale of the scores;
+// bfloat16 does not.
 template <class K>
 void pack_query(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
                 typename K::Unit* to) {
   pack_lanes<K>(row_of<K>(a.query, b, h, q0), a.query.row, rows, a.head_dim, to);
-  if constexpr (!K::kPairs) scale_tile<K>((typename K::T)a.scale, a.head_dim, vectors_of<K>(rows), to);
+  if constexpr (!K::kPairs)
+    scale_tile<K>((typename K::T)a.scale, a.head_dim, vectors_of<K>(rows), to);
 }
 
-// S[key][64 queries] = scale Q K^T + bias. A bias of -inf hides the pair: `visible` and `bits` say so.
+// S[key][64 queries] = scale Q K^T + bias. A bias of -inf hides the pair: `visible` and `bits` say
+// so.
 template <class K>
 Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
                   int64_t keys, const typename K::Unit* query_lanes, Operand key_rows,

@@ -1,4 +1,5 @@
-// AVX2, FMA and F16C: 8 floats or 4 doubles, 16 registers; a lane mask is a vector of all-ones lanes.
+// AVX2, FMA and F16C: 8 floats or 4 doubles, 16 registers; a lane mask is a vector of all-ones
+// lanes.
 namespace mha_ext::cpu {
 namespace {
 
@@ -7,9 +8,11 @@ struct U32x8 {
   static constexpr int kLanes = 8;
   static U32x8 set(uint32_t x) { return {_mm256_set1_epi32((int)x)}; }
   static U32x8 from(uint32_t first) {
-    return {_mm256_add_epi32(_mm256_set1_epi32((int)first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))};
+    return {
+        _mm256_add_epi32(_mm256_set1_epi32((int)first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))};
   }
-  static uint64_t at_least(__m256i x, uint32_t t) {  // both below 2^16, so a signed comparison serves
+  static uint64_t at_least(__m256i x,
+                           uint32_t t) {  // both below 2^16, so a signed comparison serves
     return (uint64_t)_mm256_movemask_ps(
         _mm256_castsi256_ps(_mm256_cmpgt_epi32(x, _mm256_set1_epi32((int)t - 1))));
   }
@@ -22,7 +25,8 @@ inline U32x8 operator^(U32x8 a, U32x8 b) { return {_mm256_xor_si256(a.v, b.v)}; 
 inline U32x8 broadcast(uint32_t x, U32x8) { return U32x8::set(x); }
 inline void multiply(uint32_t factor, U32x8 x, U32x8* high, U32x8* low) {
   const __m256i f = _mm256_set1_epi32((int)factor);
-  const __m256i even = _mm256_mul_epu32(x.v, f), odd = _mm256_mul_epu32(_mm256_srli_epi64(x.v, 32), f);
+  const __m256i even = _mm256_mul_epu32(x.v, f),
+                odd = _mm256_mul_epu32(_mm256_srli_epi64(x.v, 32), f);
   low->v = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
   high->v = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
 }

@@ -7,8 +7,9 @@ struct U32x16 {
   static constexpr int kLanes = 16;
   static U32x16 set(uint32_t x) { return {_mm512_set1_epi32((int)x)}; }
   static U32x16 from(uint32_t first) {
-    return {_mm512_add_epi32(_mm512_set1_epi32((int)first),
-                             _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))};
+    return {
+        _mm512_add_epi32(_mm512_set1_epi32((int)first),
+                         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))};
   }
   // Bit i: the low (or high) 16 bits of lane i are at least t.
   uint64_t low_at_least(uint32_t t) const {
@@ -23,7 +24,8 @@ inline U32x16 operator^(U32x16 a, U32x16 b) { return {_mm512_xor_si512(a.v, b.v)
 inline U32x16 broadcast(uint32_t x, U32x16) { return U32x16::set(x); }
 inline void multiply(uint32_t factor, U32x16 x, U32x16* high, U32x16* low) {
   const __m512i f = _mm512_set1_epi32((int)factor);
-  const __m512i even = _mm512_mul_epu32(x.v, f), odd = _mm512_mul_epu32(_mm512_srli_epi64(x.v, 32), f);
+  const __m512i even = _mm512_mul_epu32(x.v, f),
+                odd = _mm512_mul_epu32(_mm512_srli_epi64(x.v, 32), f);
   low->v = _mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
   high->v = _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
 }
@@ -76,9 +78,7 @@ struct F32x16 {
   static void store(BFloat16* p, V v, int64_t n) {
     _mm256_mask_storeu_epi16(p, first(n), narrow_bf16(v));
   }
-  static V load(const Float16* p) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-  }
+  static V load(const Float16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
   static V load(const Float16* p, int64_t n) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
   }

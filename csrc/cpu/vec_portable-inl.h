@@ -1,4 +1,5 @@
-// 128-bit vectors in the language extension of g++ and clang: SSE2, NEON, or whatever the machine has.
+// 128-bit vectors in the language extension of g++ and clang: SSE2, NEON, or whatever the machine
+// has.
 namespace mha_ext::cpu {
 namespace {
 

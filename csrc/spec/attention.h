@@ -21,14 +21,16 @@ struct Rows {
   int64_t batch = 0, head = 0, row = 0;
 };
 
-// One value for each (query, key) pair, broadcast to [batch, head, query, key] through strides of 0.
+// One value for each (query, key) pair, broadcast to [batch, head, query, key] through strides of
+// 0.
 struct Pairs {
   void* data = nullptr;
   int64_t batch = 0, head = 0, query = 0, key = 0;
   int32_t item_size = 0;  // bytes; a mask is read as an integer of this size
 };
 
-// Query i stands at key position i + diagonal(b) and sees `left` keys before it and `right` after it.
+// Query i stands at key position i + diagonal(b) and sees `left` keys before it and `right` after
+// it.
 struct Band {
   bool lower_right = false;  // which corner the diagonal runs through
   bool left_bounded = false, right_bounded = false;
@@ -60,18 +62,21 @@ struct Attention {
   Dropout dropout;
   Origin origin;
 
-  Rows out;             // [B, H, Lq, Dv]
-  void* lse = nullptr;  // [B, H, Lq] contiguous, float (double for float64)
+  Rows out;  // [B, H, Lq, Dv]
+  // [B, H, Lq] contiguous, float (double for float64). lse + lse_low is lse to twice the precision:
+  // where |lse| is large, P = exp(S - lse) needs it. nullptr = zero.
+  void* lse = nullptr;
+  void* lse_low = nullptr;
 };
 
 // What backward reads and writes beside Attention (whose out and lse it reads).
 struct AttentionGrad {
-  Rows grad_out;                   // [B, H, Lq, Dv]
-  Pairs grad_weights;              // the cotangent of P itself, in place of grad_out (attention_weights)
-  const void* delta = nullptr;     // [B, H, Lq] contiguous, type of lse: rowsum(dO * O) - dL
-  Rows grad_query;                 // [B, H, Lq, D], data = nullptr where it is not wanted; likewise:
-  Rows grad_key, grad_value;       // [B, Hkv, Lk, D], [B, Hkv, Lk, Dv]
-  Pairs grad_bias;                 // strides of the bias' own shape (0 where it broadcasts)
+  Rows grad_out;       // [B, H, Lq, Dv]
+  Pairs grad_weights;  // the cotangent of P itself, in place of grad_out (attention_weights)
+  const void* delta = nullptr;  // [B, H, Lq] contiguous, type of lse: rowsum(dO * O) - dL
+  Rows grad_query;              // [B, H, Lq, D], data = nullptr where it is not wanted; likewise:
+  Rows grad_key, grad_value;    // [B, Hkv, Lk, D], [B, Hkv, Lk, Dv]
+  Pairs grad_bias;              // strides of the bias' own shape (0 where it broadcasts)
 };
 
 HOST_DEVICE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }

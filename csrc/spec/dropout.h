@@ -1,5 +1,6 @@
-// Dropout as a pure function of position: Philox4x32-10 (Salmon et al., SC 2011), written over the lane type.
-// A lane type U has operator^ and operator+, and a free function multiply(factor, x, &high, &low).
+// Dropout as a pure function of position: Philox4x32-10 (Salmon et al., SC 2011), written over the
+// lane type. A lane type U has operator^ and operator+, and a free function multiply(factor, x,
+// &high, &low).
 #pragma once
 #include "attention.h"
 

@@ -1,11 +1,13 @@
 // Which keys a query sees: key lengths, the diagonal band (causal, window) and the mask tensor.
-// The bias is not seen here; its -inf entries hide pairs too, and the kernels add them to the bits below.
+// The bias is not seen here; its -inf entries hide pairs too, and the kernels add them to the bits
+// below.
 #pragma once
 #include "attention.h"
 
 namespace mha_ext {
 
-constexpr int64_t kTile = 64;  // queries and keys of one tile: a row of visibility is one 64-bit word
+constexpr int64_t kTile =
+    64;  // queries and keys of one tile: a row of visibility is one 64-bit word
 
 struct Range {
   int64_t begin, end;  // half open
@@ -85,8 +87,9 @@ HOST_DEVICE Visibility tile_visibility(const Attention& a, int64_t b, int64_t h,
   const uint64_t every = first_bits(rows);
   if (a.mask.data) {
     const int32_t size = a.mask.item_size;
-    const char* tile = (const char*)a.mask.data + (b * a.mask.batch + h * a.mask.head +
-                                                   q0 * a.mask.query + k0 * a.mask.key) * size;
+    const char* tile =
+        (const char*)a.mask.data +
+        (b * a.mask.batch + h * a.mask.head + q0 * a.mask.query + k0 * a.mask.key) * size;
     if (a.mask.query == 0) {
       const uint64_t row = mask_row(tile, a.mask.key, size, keys);
       for (int64_t j = 0; j < keys; j++) bits[j] = row >> j & 1 ? every : 0;
@@ -101,7 +104,8 @@ HOST_DEVICE Visibility tile_visibility(const Attention& a, int64_t b, int64_t h,
   }
   if (!band_full) {
     const int64_t position = q0 + diagonal(a, b), count = key_count(a, b);
-    for (int64_t j = 0; j < keys; j++) {  // queries r with position + r - left <= k0 + j <= position + r + right
+    for (int64_t j = 0; j < keys;
+         j++) {  // queries r with position + r - left <= k0 + j <= position + r + right
       const int64_t offset = k0 + j - position;
       const int64_t first = a.band.right_bounded ? max_of(0, offset - a.band.right) : 0;
       const int64_t last = a.band.left_bounded ? offset + a.band.left : 63;

@@ -1,0 +1,402 @@
+#include "problem.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+namespace mha_ext {
+namespace {
+
+using at::Tensor;
+using c10::SymBool;
+using c10::SymInt;
+using OptionalTensor = std::optional<at::Tensor>;
+
+// With these bounds no sum of a position, a window and a length leaves int64.
+constexpr int64_t kFar = int64_t{1} << 61;
+constexpr int64_t kMaxOrigin = int64_t{1} << 60;
+
+// Functions and not macros: the words are passed by reference and put together only on failure.
+template <class... Words>
+void require_value(const SymBool& condition, const Words&... words) {
+  if (!condition.expect_true(__FILE__, __LINE__)) TORCH_CHECK_VALUE(false, words...);
+}
+
+template <class... Words>
+void require_type(bool condition, const Words&... words) {
+  if (!condition) TORCH_CHECK_TYPE(false, words...);
+}
+
+struct DTypeName {
+  at::ScalarType type;
+};
+std::ostream& operator<<(std::ostream& stream, DTypeName name) {
+  return stream << c10::getDtypeNames(name.type).first;
+}
+DTypeName dtype_of(const Tensor& tensor) { return {tensor.scalar_type()}; }
+
+bool is_floating(const Tensor& t) { return c10::isFloatingType(t.scalar_type()); }
+bool is_integer(const Tensor& t) {
+  return c10::isIntegralType(t.scalar_type(), /*includeBool=*/false);
+}
+
+at::ScalarType lse_type(const Tensor& query) {
+  return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+void check_device(const char* name, const Tensor& tensor, const Tensor& query) {
+  require_value(tensor.device() == query.device(), name, " must be on query's device ",
+                query.device(), ", but is on ", tensor.device(), "; pass ", name,
+                ".to(query.device)");
+}
+
+void check_same_dtype(const char* name, const Tensor& tensor, const Tensor& query) {
+  require_type(tensor.scalar_type() == query.scalar_type(), name, " must have query's dtype ",
+               dtype_of(query), ", but is ", dtype_of(tensor), "; pass ", name, ".to(query.dtype)");
+}
+
+void check_rank(const char* name, const Tensor& tensor) {
+  require_value(tensor.dim() == 4, name,
+                " must have 4 dimensions [batch, heads, length, head_dim], but has shape ",
+                tensor.sym_sizes(), "; split the heads with ", name,
+                ".unflatten(-1, (heads, head_dim)).transpose(1, 2)");
+}
+
+void check_query_dtype(const Tensor& query) {
+  const at::ScalarType type = query.scalar_type();
+  require_type(
+      type == at::kFloat || type == at::kBFloat16 || type == at::kHalf || type == at::kDouble,
+      "query must be float64, float32, bfloat16 or float16, but is ", dtype_of(query),
+      query.is_complex() ? "; pass its real part, query.real" : "; pass query.float()");
+}
+
+void check_key(const Tensor& query, const Tensor& key) {
+  require_value(key.sym_size(0).sym_eq(query.sym_size(0)), "key must have query's batch size ",
+                query.sym_size(0), ", but has shape ", key.sym_sizes(),
+                "; expand or repeat the smaller of the two");
+  const SymInt heads = query.sym_size(1), kv_heads = key.sym_size(1);
+  const bool none = TORCH_GUARD_OR_FALSE(kv_heads.sym_eq(0));
+  require_value(none ? heads.sym_eq(0) : (heads % kv_heads).sym_eq(0),
+                "key must have a number of heads that divides query's ", heads, ", but has ",
+                kv_heads, "; repeat its heads, e.g. key.repeat_interleave(n, 1)");
+  require_value(key.sym_size(3).sym_eq(query.sym_size(3)), "key must have query's head_dim ",
+                query.sym_size(3), ", but has ", key.sym_size(3),
+                "; project both to the same width");
+  require_value(query.sym_size(3).sym_ge(1) & query.sym_size(3).sym_le(kMaxHeadDim),
+                "query must have a head_dim from 1 to ", kMaxHeadDim, ", but has ",
+                query.sym_size(3), "; split the width over another number of heads");
+}
+
+void check_value(const Tensor& key, const Tensor& value) {
+  const char* fix[] = {"expand or repeat the smaller of the two", "give both the same heads",
+                       "give each key one value"};
+  const char* what[] = {"batch size ", "number of heads ", "length "};
+  for (int i = 0; i < 3; i++)
+    require_value(value.sym_size(i).sym_eq(key.sym_size(i)), "value must have key's ", what[i],
+                  key.sym_size(i), ", but has ", value.sym_size(i), " (shape ", value.sym_sizes(),
+                  "); ", fix[i]);
+  require_value(value.sym_size(3).sym_le(kMaxHeadDim), "value must have a head_dim of at most ",
+                kMaxHeadDim, ", but has ", value.sym_size(3),
+                "; split the width over another number of heads");
+}
+
+// "mask" or "bias" against [B, H, Lq, Lk].
+void check_pairs(const char* name, const Tensor& pairs, const Tensor& query, const Tensor& key) {
+  const std::array<SymInt, 4> full{query.sym_size(0), query.sym_size(1), query.sym_size(2),
+                                   key.sym_size(2)};
+  const auto sizes = pairs.sym_sizes();
+  const int64_t missing = 4 - pairs.dim();
+  SymBool fits = missing >= 0;
+  for (int64_t i = std::max<int64_t>(missing, 0); missing >= 0 && i < 4; i++) {
+    const SymInt& size = sizes[i - missing];
+    fits = fits & (size.sym_eq(full[i]) | size.sym_eq(1));
+  }
+  require_value(fits, name,
+                " must broadcast to [batch, heads, queries, keys] = ", c10::SymIntArrayRef(full),
+                ", but has shape ", sizes, "; give it dimensions of size 1, e.g. ", name,
+                "[:, None, None, :] for [batch, keys]");
+}
+
+void check_mask(const Tensor& mask, const Tensor& query, const Tensor& key) {
+  require_type(!is_floating(mask), "mask must be bool or integer (nonzero = attend), but is ",
+               dtype_of(mask),
+               "; pass mask.bool() to keep nonzero positions, or bias=mask to add it");
+  require_type(c10::isIntegralType(mask.scalar_type(), /*includeBool=*/true),
+               "mask must be bool or integer (nonzero = attend), but is ", dtype_of(mask),
+               "; pass mask != 0");
+  check_device("mask", mask, query);
+  check_pairs("mask", mask, query, key);
+}
+
+void check_bias(const Tensor& bias, const Tensor& query, const Tensor& key) {
+  const char* also = query.scalar_type() == at::kFloat ? "" : " or float32";
+  require_type(bias.scalar_type() == query.scalar_type() || bias.scalar_type() == at::kFloat,
+               "bias must have query's dtype ", dtype_of(query), also, ", but is ", dtype_of(bias),
+               "; pass ",
+               is_floating(bias) ? "bias.to(query.dtype)" : "mask=bias if nonzero means attend");
+  check_device("bias", bias, query);
+  check_pairs("bias", bias, query, key);
+}
+
+void check_key_lengths(const Tensor& key_lengths, const Tensor& query) {
+  require_type(is_integer(key_lengths), "key_lengths must be an integer tensor, but is ",
+               dtype_of(key_lengths), "; pass key_lengths.long(), or mask=... for a mask");
+  check_device("key_lengths", key_lengths, query);
+  require_value(key_lengths.dim() == 1 ? key_lengths.sym_size(0).sym_eq(query.sym_size(0)) : false,
+                "key_lengths must have shape [batch] = [", query.sym_size(0), "], but has ",
+                key_lengths.sym_sizes(), "; pass one length for each batch entry");
+}
+
+void check_seed(const Tensor& seed, const Tensor& query) {
+  const char* fix = "; draw it with torch.randint(0, 2**32, (2,), device=query.device)";
+  require_type(seed.scalar_type() == at::kLong, "seed must be an int64 tensor, but is ",
+               dtype_of(seed), fix);
+  check_device("seed", seed, query);
+  require_value(seed.dim() == 1 ? seed.sym_size(0).sym_eq(2) : false,
+                "seed must have shape [2], but has ", seed.sym_sizes(), fix);
+}
+
+void check_window(const char* name, const std::optional<SymInt>& window) {
+  if (window)
+    require_value(window->sym_ge(0), name, " must be None (unbounded) or at least 0, but is ",
+                  *window, "; pass None for no bound");
+}
+
+void check_options(const Options& options, bool has_seed) {
+  if (const auto& corner = options.corner)
+    require_value(*corner == "upper_left" || *corner == "lower_right",
+                  "corner must be None, \"upper_left\" or \"lower_right\", but is \"", *corner,
+                  "\"; name the corner that the diagonal runs through");
+  check_window("window_left", options.window_left);
+  check_window("window_right", options.window_right);
+  require_value(std::isfinite(options.scale), "scale must be finite, but is ", options.scale,
+                "; pass head_dim ** -0.5, the usual one");
+  require_value(options.dropout_p >= 0.0 && options.dropout_p < 1.0,
+                "dropout_p must be at least 0 and less than 1, but is ", options.dropout_p,
+                "; pass the fraction to drop, e.g. 0.1");
+  require_value(options.dropout_p == 0.0 || has_seed,
+                "seed must be given where dropout_p is greater than 0, but is None; draw it with "
+                "torch.randint(0, 2**32, (2,), device=query.device)");
+  require_value(options.origin.size() == 4,
+                "origin must be the 4 positions (batch, head, query, key), but is ", options.origin,
+                "; pass (0, 0, 0, 0) for the whole");
+  for (const SymInt& position : options.origin)
+    require_value(position.sym_ge(0) & position.sym_le(kMaxOrigin),
+                  "origin must hold positions from 0 to 2**60, but is ", options.origin,
+                  "; pass (0, 0, 0, 0) for the whole");
+}
+
+// A tensor that an earlier call returned, or its gradient.
+void check_like(const char* name, const Tensor& tensor, at::ScalarType type,
+                c10::SymIntArrayRef sizes, const Tensor& query) {
+  require_type(tensor.scalar_type() == type, name, " must be ", DTypeName{type}, ", but is ",
+               dtype_of(tensor), "; pass what the forward returned or gave a gradient to");
+  check_device(name, tensor, query);
+  SymBool same = tensor.dim() == static_cast<int64_t>(sizes.size());
+  for (size_t i = 0; i < sizes.size() && tensor.dim() == static_cast<int64_t>(sizes.size()); i++)
+    same = same & tensor.sym_size(i).sym_eq(sizes[i]);
+  require_value(same, name, " must have shape ", sizes, ", but has ", tensor.sym_sizes(),
+                "; pass what the forward returned or gave a gradient to");
+}
+
+void check_lse(const char* name, const Tensor& lse, const Tensor& query) {
+  check_like(name, lse, lse_type(query), query.sym_sizes().slice(0, 3), query);
+}
+
+void check_indices(const char* name, at::OptionalIntArrayRef indices, const SymInt& count) {
+  if (!indices || indices->empty()) return;
+  const auto [first, last] = std::minmax_element(indices->begin(), indices->end());
+  require_value(SymBool(*first >= 0) & count.sym_gt(*last), name,
+                " must be indices from 0 to below ", count, ", but are ", *indices,
+                "; leave it out for all of them");
+}
+
+SymInt selected(at::OptionalIntArrayRef indices, const SymInt& count) {
+  return indices ? SymInt(static_cast<int64_t>(indices->size())) : count;
+}
+
+DType dtype(const Tensor& query) {
+  switch (query.scalar_type()) {
+    case at::kDouble:
+      return DType::kFloat64;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    default:
+      return DType::kFloat16;
+  }
+}
+
+Band band(const Options& options) {
+  Band band;
+  band.lower_right = options.corner && *options.corner == "lower_right";
+  band.left_bounded = options.window_left.has_value();
+  band.right_bounded = options.window_right.has_value();
+  if (band.left_bounded) band.left = std::min(options.window_left->expect_int(), kFar);
+  if (band.right_bounded) band.right = std::min(options.window_right->expect_int(), kFar);
+  return band;
+}
+
+Dropout dropout(double p, const OptionalTensor& seed, std::vector<Tensor>& keep) {
+  Dropout dropout;
+  dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(65536.0 * p), 65535.0));
+  if (dropout.threshold == 0) return dropout;
+  dropout.keep_scale = 65536.0 / (65536.0 - dropout.threshold);
+  keep.push_back(seed->contiguous());
+  dropout.seed = keep.back().const_data_ptr<int64_t>();
+  return dropout;
+}
+
+const int64_t* lengths(const Tensor& key_lengths, int64_t keys, std::vector<Tensor>& keep) {
+  keep.push_back(key_lengths.to(at::kLong).contiguous());
+  const int64_t* length = keep.back().const_data_ptr<int64_t>();
+  if (key_lengths.is_cpu())
+    for (int64_t b = 0; b < key_lengths.numel(); b++)
+      require_value(0 <= length[b] && length[b] <= keys,
+                    "key_lengths must be from 0 to the length of key, ", keys, ", but entry ", b,
+                    " is ", length[b], "; pass key_lengths.clamp(0, ", keys, ")");
+  return length;
+}
+
+// The kernels write only to what the binding has just allocated, so no copy-on-write tensor is
+// written.
+void* address(const Tensor& tensor) { return const_cast<void*>(tensor.const_data_ptr()); }
+
+}  // namespace
+
+void check_shapes(const Tensor& query, const Tensor& key, const Tensor* value,
+                  const OptionalTensor& mask, const OptionalTensor& bias,
+                  const OptionalTensor& key_lengths, const OptionalTensor& seed,
+                  const Options& options) {
+  check_rank("query", query);
+  check_query_dtype(query);
+  check_rank("key", key);
+  check_same_dtype("key", key, query);
+  check_device("key", key, query);
+  if (value) {
+    check_rank("value", *value);
+    check_same_dtype("value", *value, query);
+    check_device("value", *value, query);
+  }
+  check_key(query, key);
+  if (value) check_value(key, *value);
+  if (mask) check_mask(*mask, query, key);
+  if (bias) check_bias(*bias, query, key);
+  if (key_lengths) check_key_lengths(*key_lengths, query);
+  if (seed) check_seed(*seed, query);
+  check_options(options, seed.has_value());
+}
+
+void check_saved(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
+                 const Tensor& value, const Tensor& out, const Tensor& lse,
+                 const OptionalTensor& lse_low) {
+  const std::array<SymInt, 4> sizes{query.sym_size(0), query.sym_size(1), query.sym_size(2),
+                                    value.sym_size(3)};
+  check_like("grad_out", grad_out, query.scalar_type(), sizes, query);
+  check_like("out", out, query.scalar_type(), sizes, query);
+  check_lse("lse", lse, query);
+  if (lse_low) check_lse("lse_low", *lse_low, query);
+  if (grad_lse) check_lse("grad_lse", *grad_lse, query);
+}
+
+void check_selection(const Tensor& query, const OptionalTensor& lse, const OptionalTensor& lse_low,
+                     at::OptionalIntArrayRef heads, at::OptionalIntArrayRef rows) {
+  if (lse) check_lse("lse", *lse, query);
+  if (lse_low) check_lse("lse_low", *lse_low, query);
+  require_value(lse || !lse_low,
+                "lse_low must be None where lse is None, but is a tensor; pass both, or "
+                "neither to compute them");
+  check_indices("heads", heads, query.sym_size(1));
+  check_indices("rows", rows, query.sym_size(2));
+}
+
+void check_weights(const char* name, const Tensor& weights, const Tensor& query, const Tensor& key,
+                   at::OptionalIntArrayRef heads, at::OptionalIntArrayRef rows) {
+  const std::array<SymInt, 4> sizes{query.sym_size(0), selected(heads, query.sym_size(1)),
+                                    selected(rows, query.sym_size(2)), key.sym_size(2)};
+  check_like(name, weights, query.scalar_type(), sizes, query);
+}
+
+Attention describe(const Tensor& query, const Tensor& key, const Tensor* value,
+                   const OptionalTensor& mask, const OptionalTensor& bias,
+                   const OptionalTensor& key_lengths, const OptionalTensor& seed,
+                   const Options& options, std::vector<Tensor>& keep) {
+  check_shapes(query, key, value, mask, bias, key_lengths, seed, options);
+  Attention a;
+  a.dtype = dtype(query);
+  a.batch = query.size(0);
+  a.heads = query.size(1);
+  a.kv_heads = key.size(1);
+  a.queries = query.size(2);
+  a.keys = key.size(2);
+  a.head_dim = query.size(3);
+  a.value_dim = value ? value->size(3) : 0;
+  a.scale = options.scale;
+  a.uniform_empty_rows = options.uniform_empty_rows;
+  a.query = rows_of(query, keep);
+  a.key = rows_of(key, keep);
+  if (value) a.value = rows_of(*value, keep);
+  if (mask) a.mask = pairs_of(*mask);
+  if (bias) a.bias = pairs_of(*bias);
+  a.bias_is_float32 = bias && bias->scalar_type() == at::kFloat;
+  if (key_lengths) a.key_lengths = lengths(*key_lengths, a.keys, keep);
+  a.band = band(options);
+  a.dropout = dropout(options.dropout_p, seed, keep);
+  a.origin = {options.origin[0].expect_int(), options.origin[1].expect_int(),
+              options.origin[2].expect_int(), options.origin[3].expect_int()};
+  return a;
+}
+
+Rows rows_of(const Tensor& tensor, std::vector<Tensor>& keep) {
+  if (tensor.stride(3) != 1 && tensor.size(3) > 1) {
+    keep.push_back(tensor.contiguous());
+    return rows_of(keep.back(), keep);
+  }
+  return {address(tensor), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+Pairs pairs_of(const Tensor& tensor) {
+  int64_t strides[4] = {0, 0, 0, 0};
+  for (int64_t i = 0; i < tensor.dim(); i++)
+    if (tensor.size(i) != 1) strides[4 - tensor.dim() + i] = tensor.stride(i);
+  return {address(tensor), strides[0], strides[1],
+          strides[2],      strides[3], static_cast<int32_t>(tensor.element_size())};
+}
+
+Tensor empty_heads(const SymInt& batch, const SymInt& heads, const SymInt& length,
+                   const SymInt& dim, const at::TensorOptions& options) {
+  const std::array<SymInt, 4> sizes{batch, length, heads, dim};
+  return at::empty_symint(sizes, options).transpose(1, 2);
+}
+
+std::tuple<Tensor, Tensor, Tensor> empty_forward(const Tensor& query, const Tensor& value) {
+  const auto empty_lse = [&] {
+    return at::empty_symint(query.sym_sizes().slice(0, 3), query.options().dtype(lse_type(query)));
+  };
+  return {empty_heads(query.sym_size(0), query.sym_size(1), query.sym_size(2), value.sym_size(3),
+                      query.options()),
+          empty_lse(), empty_lse()};
+}
+
+Tensor empty_grad(const Tensor& tensor, bool wanted) {
+  if (!wanted) return at::empty({0}, tensor.options());
+  return empty_heads(tensor.sym_size(0), tensor.sym_size(1), tensor.sym_size(2), tensor.sym_size(3),
+                     tensor.options());
+}
+
+Tensor empty_grad_bias(const Tensor& query, const OptionalTensor& bias, bool wanted) {
+  if (!bias || !wanted) return at::empty({0}, query.options());
+  return at::empty_symint(bias->sym_sizes(), bias->options());
+}
+
+Tensor empty_weights(const Tensor& query, const Tensor& key, at::OptionalIntArrayRef heads,
+                     at::OptionalIntArrayRef rows) {
+  const std::array<SymInt, 4> sizes{query.sym_size(0), selected(heads, query.sym_size(1)),
+                                    selected(rows, query.sym_size(2)), key.sym_size(2)};
+  return at::empty_symint(sizes, query.options());
+}
+
+}  // namespace mha_ext

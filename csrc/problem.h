@@ -1,0 +1,89 @@
+// From what the dispatcher passes to the plain struct of spec/attention.h. The only place that
+// validates.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymIntArrayRef.h>
+
+#include <array>
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "spec/attention.h"
+
+namespace mha_ext {
+
+constexpr int64_t kMaxHeadDim = 1024;  // of query and key; the head_dim of value has the same limit
+
+// The keyword-only options, as they come from the dispatcher.
+struct Options {
+  std::optional<std::string_view> corner;
+  std::optional<c10::SymInt> window_left, window_right;
+  double dropout_p = 0.0;
+  double scale = 1.0;
+  bool uniform_empty_rows = false;
+  c10::SymIntArrayRef origin;  // batch, head, query, key
+};
+
+// Each check raises ValueError or TypeError: one line that names the argument, what it must be,
+// what it was and the fix. They hold for symbolic sizes too and never read data.
+
+// `value` is nullptr for attention_weights.
+void check_shapes(const at::Tensor& query, const at::Tensor& key, const at::Tensor* value,
+                  const std::optional<at::Tensor>& mask, const std::optional<at::Tensor>& bias,
+                  const std::optional<at::Tensor>& key_lengths,
+                  const std::optional<at::Tensor>& seed, const Options& options);
+
+// What attention_backward takes beside that.
+void check_saved(const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_lse,
+                 const at::Tensor& query, const at::Tensor& value, const at::Tensor& out,
+                 const at::Tensor& lse, const std::optional<at::Tensor>& lse_low);
+
+// What attention_weights takes beside that.
+void check_selection(const at::Tensor& query, const std::optional<at::Tensor>& lse,
+                     const std::optional<at::Tensor>& lse_low, at::OptionalIntArrayRef heads,
+                     at::OptionalIntArrayRef rows);
+
+// What attention_weights_backward takes beside both: `name` is grad_weights or weights.
+void check_weights(const char* name, const at::Tensor& weights, const at::Tensor& query,
+                   const at::Tensor& key, at::OptionalIntArrayRef heads,
+                   at::OptionalIntArrayRef rows);
+
+// Checks (check_shapes, and the values of key_lengths on the CPU) and fills the struct, except out,
+// lse and lse_low. Tensors are read in place; `keep` owns what had to be copied or converted.
+Attention describe(const at::Tensor& query, const at::Tensor& key, const at::Tensor* value,
+                   const std::optional<at::Tensor>& mask, const std::optional<at::Tensor>& bias,
+                   const std::optional<at::Tensor>& key_lengths,
+                   const std::optional<at::Tensor>& seed, const Options& options,
+                   std::vector<at::Tensor>& keep);
+
+// [B, H, L, D]; a copy is made (and kept) only where the last stride is not 1.
+Rows rows_of(const at::Tensor& tensor, std::vector<at::Tensor>& keep);
+
+// Whatever broadcasts to [B, H, Lq, Lk]: stride 0 where the dimension is missing or has size 1.
+Pairs pairs_of(const at::Tensor& tensor);
+
+// What the operators return, with the same strides from every backend and from the Meta key.
+
+// [batch, heads, length, dim] as a view of a contiguous [batch, length, heads, dim] buffer.
+at::Tensor empty_heads(const c10::SymInt& batch, const c10::SymInt& heads,
+                       const c10::SymInt& length, const c10::SymInt& dim,
+                       const at::TensorOptions& options);
+
+// out [B, H, Lq, Dv], lse [B, H, Lq] and lse_low, of the same form.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_forward(const at::Tensor& query,
+                                                             const at::Tensor& value);
+
+// Gradient of a [B, H, L, D] tensor, or an empty [0] where it is not wanted.
+at::Tensor empty_grad(const at::Tensor& tensor, bool wanted);
+
+// Gradient of the bias, contiguous, or an empty [0] where it is not wanted or there is no bias.
+at::Tensor empty_grad_bias(const at::Tensor& query, const std::optional<at::Tensor>& bias,
+                           bool wanted);
+
+// [B, heads, rows, Lk] contiguous.
+at::Tensor empty_weights(const at::Tensor& query, const at::Tensor& key,
+                         at::OptionalIntArrayRef heads, at::OptionalIntArrayRef rows);
+
+}  // namespace mha_ext

@@ -1,0 +1,113 @@
+"""The compiled module: importing it registers the operators torch.ops.mha_ext.*."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    seed: Tensor | None = None,
+    *,
+    corner: str | None = None,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    uniform_empty_rows: bool = False,
+    origin: Sequence[int] = (0, 0, 0, 0),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """torch.ops.mha_ext.attention_forward: (out [B, H, Lq, Dv], lse [B, H, Lq], lse_low: its rounding error)."""
+
+def attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    seed: Tensor | None = None,
+    *,
+    corner: str | None = None,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    uniform_empty_rows: bool = False,
+    origin: Sequence[int] = (0, 0, 0, 0),
+    output_mask: Sequence[bool] = (True, True, True, True),
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """torch.ops.mha_ext.attention_backward: gradients of query, key, value, bias; [0] where not wanted."""
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor | None = None,
+    lse_low: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    *,
+    corner: str | None = None,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    scale: float | None = None,
+    uniform_empty_rows: bool = False,
+    origin: Sequence[int] = (0, 0, 0, 0),
+    heads: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
+) -> Tensor:
+    """torch.ops.mha_ext.attention_weights: P [B, H, Lq, Lk], or of the heads and rows asked for."""
+
+def multi_head_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    seed: Tensor | None = None,
+    *,
+    corner: str | None = None,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    uniform_empty_rows: bool = False,
+) -> Tensor:
+    """Split, attend, merge: [B, Lq, H·D], [B, Lk, Hkv·D], [B, Lk, Hkv·Dv] -> [B, Lq, H·Dv]."""
+
+def compiled_isas() -> list[str]:
+    """The instruction sets this build has kernels for, best first."""
+
+def supported_isas() -> list[str]:
+    """Those of them that this processor can run, best first."""
+
+def active_isa() -> str:
+    """The instruction set in use."""
+
+def set_isa(name: str | None) -> None:
+    """Use this instruction set; None = the best supported one."""
+
+def build_info() -> dict[str, str]:
+    """What was built: version, torch, compiler, cuda, isas."""
+
+def fma_peak(dtype: str, seconds: float = 0.1) -> float:
+    """FLOP/s of one thread in registers: the ceiling of the instruction that the active ISA uses for dtype."""
+
+def copy_bandwidth(bytes: int, seconds: float = 0.1) -> float:
+    """bytes/s, read and written, of one thread copying a buffer of this size."""
+
+def read_bandwidth(bytes: int, seconds: float = 0.1) -> float:
+    """bytes/s of one thread reading a buffer of this size."""

@@ -1,0 +1,28 @@
+"""Multi-head attention for PyTorch, fused and hand-written: forward, backward, every option on one path.
+
+    out = mha_ext.attention(query, key, value, mask)
+    layer = mha_ext.MultiHeadAttention(embed_dim=300, num_heads=6, dropout=0.1)
+
+``mask`` is bool or integer, nonzero = attend. `mha_ext.reference` is the definition in plain PyTorch.
+"""
+
+import torch  # noqa: F401  (its libraries must be loaded before _C)
+
+from mha_ext._build_check import check_torch_version
+
+check_torch_version()
+
+from mha_ext import _C, reference  # noqa: E402  (loading _C registers the operators)
+from mha_ext.functional import attention, attention_weights  # noqa: E402
+from mha_ext.modules import AttentionBlock, MultiHeadAttention  # noqa: E402
+
+__version__: str = _C.build_info()["version"]
+
+__all__ = [
+    "AttentionBlock",
+    "MultiHeadAttention",
+    "__version__",
+    "attention",
+    "attention_weights",
+    "reference",
+]

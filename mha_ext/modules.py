@@ -1,0 +1,409 @@
+"""nn.Modules: parameters and projections. The attention itself is `mha_ext.attention`."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from mha_ext.functional import (
+    Causal,
+    EmptyRows,
+    Window,
+    attention_with_lse,
+    check_causal,
+    check_dropout,
+    check_empty_rows,
+    check_window,
+    weights_from_lse,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention with its projections, batch first; works on [B, L, width] tensors.
+
+        q_proj, k_proj, v_proj -> split into heads -> attention -> merge the heads -> out_proj
+
+    The four projections are `nn.Linear` children, called as modules: hooks, LoRA, quantization and
+    tensor parallelism see them. The number of heads is read off what they return, so a projection
+    that holds a shard of the heads works too. Splitting and merging the heads copies nothing.
+
+    Args:
+        embed_dim: width of all heads together, num_heads · head_dim by default.
+        num_heads: number of query heads.
+        query_dim: width of ``query``; embed_dim by default.
+        key_dim: width of ``key``; query_dim by default.
+        value_dim: width of ``value``; key_dim by default.
+        head_dim: width of a head in query and key; embed_dim // num_heads by default.
+        value_head_dim: width of a head in value; head_dim by default.
+        out_dim: width of the result; embed_dim by default.
+        num_kv_heads: number of key and value heads, a divisor of num_heads (grouped-query
+            attention); num_heads by default.
+        bias: whether the projections have biases.
+        dropout: probability with which a pair is dropped after the softmax, in training only.
+        causal, window, empty_rows: as in `mha_ext.attention`.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: where embed_dim is not a multiple of num_heads (and head_dim is not given), or
+            an option is out of range.
+
+    Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2.2.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        query_dim: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        head_dim: int | None = None,
+        value_head_dim: int | None = None,
+        out_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+        causal: Causal = False,
+        window: Window | None = None,
+        empty_rows: EmptyRows = "zero",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_positive("embed_dim", embed_dim)
+        _check_positive("num_heads", num_heads)
+        if head_dim is None:
+            if embed_dim % num_heads:
+                raise ValueError(
+                    f"embed_dim must be a multiple of num_heads, not {embed_dim} over {num_heads}; "
+                    "pass head_dim to choose the width of a head freely"
+                )
+            head_dim = embed_dim // num_heads
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.query_dim = embed_dim if query_dim is None else query_dim
+        self.key_dim = self.query_dim if key_dim is None else key_dim
+        self.value_dim = self.key_dim if value_dim is None else value_dim
+        self.head_dim = head_dim
+        self.value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        self.out_dim = embed_dim if out_dim is None else out_dim
+        for name in _WIDTHS:
+            _check_positive(name, getattr(self, name))
+        if num_heads % self.num_kv_heads:
+            raise ValueError(
+                "num_heads must be a multiple of num_kv_heads, "
+                f"not {num_heads} over {self.num_kv_heads}"
+            )
+        check_dropout("dropout", dropout)
+        check_causal(causal)
+        check_window(window)
+        check_empty_rows(empty_rows)
+        self.dropout = dropout
+        self.causal = causal
+        self.window = window
+        self.empty_rows = empty_rows
+
+        def linear(width: int, out_width: int) -> nn.Linear:
+            return nn.Linear(width, out_width, bias=bias, device=device, dtype=dtype)
+
+        self.q_proj = linear(self.query_dim, num_heads * self.head_dim)
+        self.k_proj = linear(self.key_dim, self.num_kv_heads * self.head_dim)
+        self.v_proj = linear(self.value_dim, self.num_kv_heads * self.value_head_dim)
+        self.out_proj = linear(num_heads * self.value_head_dim, self.out_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises as `nn.MultiheadAttention` does.
+
+        Xavier-uniform weights for query, key and value (as one stacked matrix where their inputs
+        have the same width), `nn.Linear`'s own for the output, and zero biases.
+        """
+        inputs = (self.q_proj, self.k_proj, self.v_proj)
+        stacked = self.query_dim == self.key_dim == self.value_dim
+        rows = sum(projection.weight.shape[0] for projection in inputs)
+        for projection in inputs:
+            fan_out, fan_in = projection.weight.shape
+            bound = math.sqrt(6 / (fan_in + (rows if stacked else fan_out)))
+            nn.init.uniform_(projection.weight, -bound, bound)
+        self.out_proj.reset_parameters()
+        for projection in (*inputs, self.out_proj):
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        key_lengths: Tensor | None = None,
+        causal: Causal | None = None,
+        need_weights: bool = False,
+        average_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attends from ``query`` to ``key`` and ``value``.
+
+        Args:
+            query: [B, Lq, query_dim].
+            key: [B, Lk, key_dim]; query by default.
+            value: [B, Lk, value_dim]; key by default.
+            mask: bool or integer, nonzero = attend: [Lq, Lk], or four dimensions broadcastable to
+                [B, H, Lq, Lk].
+            bias: added to the scaled scores, broadcastable to [B, H, Lq, Lk], with a gradient.
+            key_padding_mask: bool or integer [B, Lk], nonzero = attend; combined with ``mask``.
+            key_lengths: integer [B]; keys at or past the length are masked, and skipped.
+            causal: overrides the layer's own.
+            need_weights: also return the probabilities, before dropout.
+            average_weights: with ``need_weights``, average them over the heads.
+
+        Returns:
+            [B, Lq, out_dim], or with ``need_weights`` a pair of it and the weights [B, H, Lq, Lk]
+            ([B, Lq, Lk] when averaged).
+
+        Raises:
+            ValueError, TypeError: in one line that names the argument and the fix.
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        self._check_inputs(query, key, value)
+        mask = _join_masks(mask, key_padding_mask, key)
+        causal = self.causal if causal is None else causal
+
+        # [B, L, H·D] -> [B, H, L, D]: strides only.
+        q = self.q_proj(query).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k = self.k_proj(key).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        v = self.v_proj(value).unflatten(-1, (-1, self.value_head_dim)).transpose(1, 2)
+        out, lse, lse_low = attention_with_lse(
+            q,
+            k,
+            v,
+            mask,
+            bias=bias,
+            key_lengths=key_lengths,
+            causal=causal,
+            window=self.window,
+            dropout_p=self.dropout if self.training else 0.0,
+            empty_rows=self.empty_rows,
+        )
+        out = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, Lq, H·Dv]: a view
+        if not need_weights:
+            return out
+        weights = weights_from_lse(
+            q,
+            k,
+            lse,
+            lse_low,
+            mask,
+            bias=bias,
+            key_lengths=key_lengths,
+            causal=causal,
+            window=self.window,
+            empty_rows=self.empty_rows,
+        )
+        return out, weights.mean(1) if average_weights else weights
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        inputs = (
+            ("query", "Lq", query, self.query_dim),
+            ("key", "Lk", key, self.key_dim),
+            ("value", "Lk", value, self.value_dim),
+        )
+        for name, length, tensor, width in inputs:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"{name} must be a tensor [B, {length}, {width}], not {type(tensor).__name__}"
+                )
+            if tensor.dim() != 3 or tensor.shape[2] != width:
+                raise ValueError(
+                    f"{name} must be [B, {length}, {width}], not {list(tensor.shape)}; "
+                    f"set {name}_dim for another width, pass {name}[None] for a single sequence"
+                )
+        if query.shape[0] != key.shape[0]:
+            raise ValueError(
+                f"key must have query's batch size {query.shape[0]}, not {key.shape[0]}; "
+                "expand the one that is shared"
+            )
+        if key.shape[:2] != value.shape[:2]:
+            raise ValueError(
+                f"value must have key's batch size and length {list(key.shape[:2])}, "
+                f"not {list(value.shape[:2])}; pass one value for each key"
+            )
+
+    def extra_repr(self) -> str:
+        shown = {"embed_dim": self.embed_dim, "num_heads": self.num_heads}
+        defaults = {
+            "num_kv_heads": self.num_heads,
+            "query_dim": self.embed_dim,
+            "key_dim": self.query_dim,
+            "value_dim": self.key_dim,
+            "value_head_dim": self.head_dim,
+            "out_dim": self.embed_dim,
+            "dropout": 0.0,
+            "causal": False,
+            "window": None,
+            "empty_rows": "zero",
+        }
+        if self.num_heads * self.head_dim != self.embed_dim:
+            shown["head_dim"] = self.head_dim
+        shown |= {n: v for n in defaults if (v := getattr(self, n)) != defaults[n]}
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The keyword options of `MultiHeadAttention`."""
+
+    query_dim: int | None
+    key_dim: int | None
+    value_dim: int | None
+    head_dim: int | None
+    value_head_dim: int | None
+    out_dim: int | None
+    num_kv_heads: int | None
+    bias: bool
+    causal: Causal
+    window: Window | None
+    empty_rows: EmptyRows
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class AttentionBlock(nn.Module):
+    """The post-norm residual attention layer of BERT: LayerNorm(x + Dropout(Attention(x))).
+
+    Args:
+        embed_dim, num_heads: as in `MultiHeadAttention`.
+        dropout: of the attention probabilities.
+        hidden_dropout: of the attention's result, before the residual sum.
+        layer_norm_eps: added to the variance under the root.
+        options: the other options of `MultiHeadAttention`; out_dim must equal query_dim, for the
+            residual sum.
+
+    The children are ``attention``, ``dropout`` and ``norm``.
+
+    Source: Devlin et al., "BERT" (2019); its layer is the encoder layer of Vaswani et al. (2017).
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        dropout: float = 0.0,
+        hidden_dropout: float = 0.0,
+        layer_norm_eps: float = 1e-12,
+        **options: Unpack[AttentionOptions],
+    ) -> None:
+        super().__init__()
+        check_dropout("hidden_dropout", hidden_dropout)
+        self.attention = MultiHeadAttention(embed_dim, num_heads, dropout=dropout, **options)
+        width, out_dim = self.attention.query_dim, self.attention.out_dim
+        if width != out_dim:
+            raise ValueError(
+                f"out_dim must equal query_dim for the residual sum, not {out_dim} and {width}; "
+                f"pass out_dim={width}"
+            )
+        self.dropout = nn.Dropout(hidden_dropout)
+        self.norm = nn.LayerNorm(
+            out_dim, eps=layer_norm_eps, device=options.get("device"), dtype=options.get("dtype")
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        key_lengths: Tensor | None = None,
+        causal: Causal | None = None,
+        need_weights: bool = False,
+        average_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x [B, L, query_dim] to the same shape; the options and weights of `MultiHeadAttention`."""
+        out, *weights = _as_tuple(
+            self.attention(
+                x,
+                mask=mask,
+                bias=bias,
+                key_padding_mask=key_padding_mask,
+                key_lengths=key_lengths,
+                causal=causal,
+                need_weights=need_weights,
+                average_weights=average_weights,
+            )
+        )
+        out = self.norm(x + self.dropout(out))
+        return (out, weights[0]) if weights else out
+
+
+_WIDTHS = (
+    "query_dim",
+    "key_dim",
+    "value_dim",
+    "head_dim",
+    "value_head_dim",
+    "out_dim",
+    "num_kv_heads",
+)
+
+
+def _as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a positive int, not {type(value).__name__} {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, not {value}")
+
+
+def _join_masks(mask: Tensor | None, padding: Tensor | None, key: Tensor) -> Tensor | None:
+    """One mask for the operator: broadcastable to [B, H, Lq, Lk], expanded nowhere."""
+    if mask is not None:
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"mask must be a bool or integer tensor, not {type(mask).__name__}")
+        _check_not_floating("mask", mask)
+        if mask.dim() == 3:
+            raise ValueError(
+                f"mask must be [Lq, Lk] or 4-D, not {list(mask.shape)}: pass mask[:, None] "
+                "if it is [B, Lq, Lk], mask[None] if it is [H, Lq, Lk]"
+            )
+    if padding is None:
+        return mask
+    if not isinstance(padding, Tensor):
+        raise TypeError(
+            f"key_padding_mask must be a bool or integer tensor, not {type(padding).__name__}"
+        )
+    _check_not_floating("key_padding_mask", padding)
+    if padding.shape != key.shape[:2]:
+        raise ValueError(
+            f"key_padding_mask must be [B, Lk] = {list(key.shape[:2])}, "
+            f"not {list(padding.shape)}; pass a mask of another shape as mask"
+        )
+    padding = padding[:, None, None, :]
+    if mask is None:
+        return padding
+    for dim, stride in enumerate(mask.stride()):
+        if stride == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)  # an expanded dimension need not be written out
+    return torch.logical_and(mask, padding)
+
+
+def _check_not_floating(name: str, mask: Tensor) -> None:
+    if mask.is_floating_point() or mask.is_complex():
+        raise TypeError(
+            f"{name} must be bool or integer, not {mask.dtype}; pass {name}.bool() to keep nonzero "
+            f"positions, or bias={'mask' if name == 'mask' else name + '[:, None, None]'} to add it"
+        )

@@ -1,0 +1,108 @@
+"""Tables and progress for the command line: with rich where it is installed, else plain text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TextIO
+
+try:
+    import rich.box
+    import rich.console
+    import rich.markup
+    import rich.progress
+    import rich.table
+except ImportError:
+    HAVE_RICH = False
+else:
+    HAVE_RICH = True
+
+Row = Sequence[str] | None  # None draws a line
+
+
+class Advance(Protocol):
+    """What `progress` gives: called with the name of the step that begins."""
+
+    def __call__(self, step: str, /) -> None: ...
+
+
+def plain_table(headers: Sequence[str], rows: Sequence[Row]) -> str:
+    """The table as aligned text: the first column to the left, numbers to the right.
+
+    A header may have several lines.
+    """
+    header_lines = [header.split("\n") for header in headers]
+    height = max(len(lines) for lines in header_lines)
+    top = [
+        [([""] * (height - len(lines)) + lines)[line] for lines in header_lines]
+        for line in range(height)
+    ]
+    cells = [*top, *(row for row in rows if row is not None)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
+
+    def text(row: Sequence[str]) -> str:
+        first = row[0].ljust(widths[0])
+        others = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        return "  ".join([first, *others]).rstrip()
+
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    body = [rule if row is None else text(row) for row in rows]
+    return "\n".join([*(text(row) for row in top), rule, *body])
+
+
+def print_table(
+    title: str, headers: Sequence[str], rows: Sequence[Row], file: TextIO | None = None
+) -> None:
+    """Prints a table: with rich on a terminal that is wide enough, as plain text elsewhere."""
+    file = file or sys.stdout
+    text = plain_table(headers, rows)
+    width = max(len(line) for line in text.split("\n"))
+    if not (HAVE_RICH and file.isatty()) or rich.console.Console(file=file).width < width + 2:
+        print(f"{title}\n\n{text}\n", file=file, flush=True)
+        return
+    table = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE_HEAD)
+    for column, header in enumerate(headers):
+        table.add_column(
+            header, justify="right" if column else "left", no_wrap=True, vertical="bottom"
+        )
+    for row in rows:
+        if row is None:
+            table.add_section()
+        else:
+            style = "bold" if row[0].strip() == "mha_ext" else None
+            table.add_row(*(rich.markup.escape(cell) for cell in row), style=style)
+    rich.console.Console(file=file).print(table)
+
+
+@contextmanager
+def progress(steps: int) -> Iterator[Advance]:
+    """Shows on stderr how far it is: a bar on a terminal, elsewhere a line for every step."""
+    if HAVE_RICH and sys.stderr.isatty():
+        with rich.progress.Progress(
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TextColumn("{task.description}"),
+            console=rich.console.Console(stderr=True),
+            transient=True,
+            auto_refresh=False,  # a thread that draws would disturb what is being timed
+        ) as bar:
+            task = bar.add_task("", total=steps)
+            started = False
+
+            def advance(step: str, /) -> None:
+                nonlocal started
+                bar.update(task, description=step, advance=1 if started else 0, refresh=True)
+                started = True
+
+            yield advance
+        return
+
+    done = 0
+
+    def announce(step: str, /) -> None:
+        nonlocal done
+        done += 1
+        print(f"[{done}/{steps}] {step}", file=sys.stderr, flush=True)
+
+    yield announce

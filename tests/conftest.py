@@ -1,0 +1,39 @@
+"""Shared by all tests: the marks, one seed for every test, and the slow tests' switch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the slow tests too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "isa: faces the kernels; run it again for every ISA")
+    config.addinivalue_line("markers", "slow: minutes or gigabytes; runs with --slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow") or "slow" in (config.getoption("-m") or ""):
+        return
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> Iterator[None]:
+    """Every test draws the same numbers, on one thread unless it says otherwise.
+
+    One thread is the fastest for problems this small; that any other number gives the same bits is
+    a test of its own.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)

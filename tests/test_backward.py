@@ -1,0 +1,152 @@
+"""Every gradient against the definition in float64, through every option (guarantee 5)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import (
+    DTYPES,
+    PROBLEMS,
+    RANDOM_PROBLEMS,
+    Problem,
+    assert_accurate,
+    call,
+    exact,
+    largest_terms,
+    make,
+    plain_orders,
+    random_problem,
+    results,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import mha_ext
+
+pytestmark = pytest.mark.isa
+
+
+def ours(inputs: object) -> dict[str, Tensor]:
+    return results(lambda i: call(mha_ext.attention, i), inputs)
+
+
+def check(problem: Problem) -> None:
+    inputs = make(problem)
+    found = ours(inputs)
+    for name, leaf in inputs.leaves().items():
+        assert found[f"grad_{name}"].dtype == leaf.dtype, name
+    names = ["out", *(name for name in found if name.startswith("grad_"))]
+    plains = plain_orders(inputs, results)
+    assert_accurate(found, exact(inputs), plains, largest_terms(inputs), names)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_every_option(problem: Problem) -> None:
+    check(problem)
+
+
+@pytest.mark.parametrize("problem", RANDOM_PROBLEMS, ids=lambda p: f"random-{p.numbers}")
+def test_options_together(problem: Problem) -> None:
+    check(problem)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_any_problem(data: st.DataObject) -> None:
+    check(random_problem(lambda values: data.draw(st.sampled_from(values))))
+
+
+BIASED = Problem(heads=4, kv_heads=2, queries=33, keys=70, bias="1hqk", dropout_p=0.2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wanted", ["query", "key", "value", "bias", "query value", "key bias"])
+def test_only_the_gradients_asked_for(dtype: torch.dtype, wanted: str) -> None:
+    """Any subset of the inputs may need a gradient; each is what it is beside the others."""
+    inputs = make(Problem(**{**BIASED.__dict__, "dtype": dtype}))
+    everything = ours(inputs)
+    leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in inputs.leaves().items()}
+    out, lse = call(mha_ext.attention, inputs.replaced(**leaves))
+    used = [(out, inputs.grad_out), (lse, inputs.grad_lse)][: 2 if lse.requires_grad else 1]
+    torch.autograd.backward(*zip(*used, strict=True))
+    for name, leaf in leaves.items():
+        if name not in wanted:
+            assert leaf.grad is None
+        else:
+            assert torch.equal(leaf.grad, everything[f"grad_{name}"]), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_out_or_lse_alone(dtype: torch.dtype) -> None:
+    """The gradient of one result, when the other is not used, is that of a zero cotangent."""
+    inputs = make(Problem(dtype=dtype, queries=33, keys=70, mask="b1qk", bias="hqk"))
+    for used, unused in (("grad_out", "grad_lse"), ("grad_lse", "grad_out")):
+        zeroed = inputs.replaced(**{unused: torch.zeros_like(getattr(inputs, unused))})
+        wanted = ours(zeroed)
+        leaves = {n: t.detach().requires_grad_() for n, t in inputs.leaves().items()}
+        result = call(mha_ext.attention, inputs.replaced(**leaves))[used == "grad_lse"]
+        result.backward(getattr(inputs, used))
+        for name, leaf in leaves.items():
+            got = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            assert torch.equal(got, wanted[f"grad_{name}"]), (used, name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cotangent_of_any_strides(dtype: torch.dtype) -> None:
+    """out.sum().backward() sends one element expanded; a merge of heads sends a transposed view."""
+    inputs = make(Problem(dtype=dtype, queries=33, keys=70, heads=3, value_dim=20))
+    one = torch.ones((), dtype=dtype).expand(inputs.grad_out.shape)
+    merged = inputs.grad_out.transpose(1, 2).contiguous().transpose(1, 2)
+    strided = inputs.grad_out.mT.contiguous().mT
+    for cotangent in (one, merged, strided):
+        found = ours(inputs.replaced(grad_out=cotangent))
+        wanted = ours(inputs.replaced(grad_out=cotangent.contiguous()))
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_the_bias_keeps_its_shape_and_dtype() -> None:
+    """A float32 bias of half-precision attention gets a float32 gradient of its own shape."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for shape, sizes in {"1hqk": (1, 2, 12, 10), "b1q1": (2, 1, 12, 1), "k": (10,)}.items():
+            inputs = make(Problem(dtype=dtype, bias=shape, bias_dtype=torch.float32))
+            grad = ours(inputs)["grad_bias"]
+            assert grad.shape == sizes and grad.dtype == torch.float32
+
+
+def test_gradients_have_the_layout_of_a_projection() -> None:
+    """[B, L, H, D] memory, so that splitting the heads costs nothing in backward either."""
+    inputs = make(Problem(heads=4, kv_heads=2, value_dim=9, layout="heads"))
+    found = ours(inputs)
+    for name in ("grad_query", "grad_key", "grad_value"):
+        assert found[name].transpose(1, 2).is_contiguous(), name
+
+
+@pytest.mark.parametrize("empty_rows", ["zero", "uniform"])
+def test_finite_differences(empty_rows: str) -> None:
+    """The gradients are those of the numbers that forward gives."""
+    problem = Problem(
+        dtype=torch.float64,
+        batch=2,
+        kv_heads=1,
+        queries=5,
+        keys=6,
+        head_dim=3,
+        value_dim=2,
+        mask="b1qk",
+        bias="1hqk",
+        key_lengths="random",
+        causal="lower_right",
+        dropout_p=0.3,
+        empty_rows=empty_rows,
+    )
+    inputs = make(problem)
+    bias = inputs.bias.masked_fill(inputs.bias == -torch.inf, 0.5)
+    leaves = [t.detach().requires_grad_() for t in (inputs.query, inputs.key, inputs.value, bias)]
+
+    def finite(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        given = inputs.replaced(query=query, key=key, value=value, bias=bias)
+        out, lse = call(mha_ext.attention, given)
+        return out, lse.masked_fill(lse == -torch.inf, 0)
+
+    assert torch.autograd.gradcheck(finite, leaves)

@@ -1,0 +1,281 @@
+"""The functions of the compiled module: the operators without torch.ops, and what it says about itself."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mha_ext
+from mha_ext import _C, reference
+
+B, H, HKV, LQ, LK, D, DV = 2, 4, 2, 5, 7, 8, 6
+
+
+@pytest.fixture(autouse=True)
+def _same_isa() -> Iterator[None]:
+    name = _C.active_isa()
+    yield
+    _C.set_isa(name)
+
+
+def tensors(grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (B, H, LQ, D), (B, HKV, LK, D), (B, HKV, LK, DV)
+    query, key, value = (torch.randn(shape, requires_grad=grad) for shape in shapes)
+    return query, key, value
+
+
+def pairs() -> dict[str, Tensor]:
+    return {
+        "mask": torch.rand(B, 1, LQ, LK) > 0.2,
+        "bias": torch.randn(H, 1, LK),
+        "key_lengths": torch.tensor([LK, 4]),
+    }
+
+
+def test_defaults() -> None:
+    query, key, value = tensors()
+    out, lse, lse_low = _C.attention_forward(query, key, value)
+    wanted = reference.attention(query, key, value, return_lse=True)
+    torch.testing.assert_close((out, lse), wanted)
+    shown = _C.attention_weights(query, key)
+    torch.testing.assert_close(shown, reference.attention_weights(query, key))
+    given = (torch.ones_like(out), None, query, key, value, out, lse)
+    found = [_C.attention_backward(*given), _C.attention_backward(*given, lse_low)]
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    wanted = torch.autograd.grad(reference.attention(*leaves).sum(), leaves)
+    for grads in found:
+        torch.testing.assert_close(grads[:3], wanted)
+        assert grads[3].shape == (0,)
+
+
+def test_the_same_as_the_operators() -> None:
+    query, key, value = tensors()
+    options: dict[str, Any] = {
+        "corner": "lower_right",
+        "window_left": 4,
+        "window_right": 0,
+        "scale": 0.3,
+        "uniform_empty_rows": True,
+        "origin": (1, 2, 3, 4),
+    }
+    seed, pair = torch.tensor([3, 4]), pairs()
+    dropout: dict[str, Any] = {"dropout_p": 0.2, **options}
+    ours = _C.attention_forward(query, key, value, **pair, seed=seed, **dropout)
+    positional = (query, key, value, *pair.values(), seed)
+    wanted = torch.ops.mha_ext.attention_forward(*positional, **dropout)
+    assert all(map(torch.equal, ours, wanted))
+    out, lse, lse_low = ours
+    results: dict[str, Tensor] = {"lse": lse, "lse_low": lse_low}
+
+    mask = [True, False, True, True]
+    grad = torch.randn_like(out)
+    found = _C.attention_backward(
+        *(grad, lse, query, key, value, out),
+        **results,
+        **pair,
+        seed=seed,
+        **dropout,
+        output_mask=mask,
+    )
+    right = torch.ops.mha_ext.attention_backward(
+        *(grad, lse, query, key, value, out, lse, lse_low, *pair.values(), seed),
+        **dropout,
+        output_mask=mask,
+    )
+    assert all(map(torch.equal, found, right)) and found[1].shape == (0,)
+
+    options |= {"heads": [3, 0], "rows": [4, 1]}
+    found = _C.attention_weights(query, key, **results, **pair, **options)
+    given = (query, key, lse, lse_low, *pair.values())
+    right = torch.ops.mha_ext.attention_weights(*given, **options)
+    assert torch.equal(found, right) and found.shape == (B, 2, 2, LK)
+
+
+def test_options_are_keywords() -> None:
+    query, key, value = tensors()
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        _C.attention_forward(query, key, value, None, None, None, None, "upper_left")
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        _C.attention_forward(query.tolist(), key, value)
+
+
+def test_gradients_flow() -> None:
+    leaves = tensors(grad=True)
+    bias = pairs()["bias"].requires_grad_()
+    out, lse, _ = _C.attention_forward(*leaves, bias=bias)
+    found = torch.autograd.grad(out.sin().sum() + lse.sin().sum(), [*leaves, bias])
+    out, lse = reference.attention(*leaves, bias=bias, return_lse=True)
+    wanted = torch.autograd.grad(out.sin().sum() + lse.sin().sum(), [*leaves, bias])
+    torch.testing.assert_close(found, wanted)
+
+
+# multi_head_attention
+
+
+def merge(tensor: Tensor) -> Tensor:
+    return tensor.transpose(1, 2).flatten(2)
+
+
+def test_multi_head_attention() -> None:
+    query, key, value = tensors()
+    merged = merge(query), merge(key), merge(value)
+    found = _C.multi_head_attention(*merged, H, HKV, **pairs_of_one_draw())
+    wanted = merge(mha_ext.attention(query, key, value, **pairs_of_one_draw()))
+    assert torch.equal(found, wanted) and found.shape == (B, LQ, H * DV)
+    assert found.is_contiguous()
+
+    seed = torch.tensor([5, 6])
+    options = {"corner": "upper_left", "window_left": 3, "window_right": 0, "dropout_p": 0.3}
+    found = _C.multi_head_attention(*merged, num_heads=H, num_kv_heads=HKV, seed=seed, **options)
+    options = {"causal": "upper_left", "window": (3, None), "dropout_p": 0.3}
+    assert torch.equal(found, merge(mha_ext.attention(query, key, value, seed=seed, **options)))
+
+
+def pairs_of_one_draw() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return pairs()
+
+
+def test_multi_head_attention_has_gradients_and_as_many_key_heads() -> None:
+    leaves = [torch.randn(B, n, H * D, requires_grad=True) for n in (LQ, LK, LK)]
+    found = _C.multi_head_attention(*leaves, H)
+    split = [tensor.unflatten(2, (H, D)).transpose(1, 2) for tensor in leaves]
+    wanted = merge(reference.attention(*split))
+    torch.testing.assert_close(found, wanted)
+    ours = torch.autograd.grad(found.sin().sum(), leaves)
+    torch.testing.assert_close(ours, torch.autograd.grad(wanted.sin().sum(), leaves))
+
+
+def test_multi_head_attention_reads_slices_in_place() -> None:
+    """A packed projection, and an expanded batch."""
+    packed = torch.randn(1, LQ, 3 * H * D).expand(B, -1, -1)
+    query, key, value = packed.chunk(3, -1)
+    found = _C.multi_head_attention(query, key, value, H)
+    same = (tensor.contiguous() for tensor in (query, key, value))
+    assert torch.equal(found, _C.multi_head_attention(*same, H))
+
+
+def test_multi_head_attention_empty() -> None:
+    def call(batch: int, queries: int, keys: int, value_dim: int = D) -> Tensor:
+        widths = (queries, H * D), (keys, H * D), (keys, H * value_dim)
+        result: Tensor = _C.multi_head_attention(*(torch.zeros(batch, *w) for w in widths), H)
+        return result
+
+    assert call(0, LQ, LK).shape == (0, LQ, H * D)
+    assert call(B, 0, LK).shape == (B, 0, H * D)
+    assert call(B, LQ, 0).eq(0).all() and call(B, LQ, 0).shape == (B, LQ, H * D)
+    assert call(B, LQ, LK, 0).shape == (B, LQ, 0)
+
+
+def test_multi_head_attention_errors() -> None:
+    x = torch.zeros(B, LQ, 30)
+    cases: list[tuple[tuple[Any, ...], str]] = [
+        (
+            (x, x, x, 4),
+            "query must have a width that num_heads = 4 divides, but has 30; project it to a multiple of 4",
+        ),
+        (
+            (x, x, x, 6, 4),
+            "key must have a width that num_kv_heads = 4 divides, but has 30; project it to a multiple of 4",
+        ),
+        (
+            (x, x[0], x, 6),
+            "key must have 3 dimensions [batch, length, num_heads * head_dim], but has shape [5, 30]; merge "
+            "the heads into the last dimension with key.flatten(2)",
+        ),
+        (
+            (x, x, x, 0),
+            "num_heads must be at least 1, but is 0; pass the number of heads that query holds",
+        ),
+        (
+            (x, x, x[:, :3], 6),
+            "value must have key's length 5, but has 3 (shape [2, 6, 3, 5]); give each key one value",
+        ),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(ValueError) as error:
+            _C.multi_head_attention(*arguments)
+        assert str(error.value) == message
+
+
+# Threads, instruction sets, what the build says
+
+
+def test_other_threads_run_meanwhile() -> None:
+    query = torch.randn(2, 8, 2048, 64)
+    done: list[float] = []
+
+    def work() -> None:
+        _C.attention_forward(query, query, query)
+        done.append(time.perf_counter())
+
+    thread = threading.Thread(target=work)
+    begin = time.perf_counter()
+    thread.start()
+    ticks = 0
+    while not done:
+        time.sleep(1e-4)  # gives the GIL away: it comes back at once, or after the kernel
+        ticks += 1
+    thread.join()
+    assert ticks > 2, f"nothing ran during {done[0] - begin:.3f} s"
+
+
+def test_instruction_sets() -> None:
+    compiled, supported = _C.compiled_isas(), _C.supported_isas()
+    assert set(supported) <= set(compiled) and "portable" in supported
+    assert supported == [name for name in compiled if name in supported]
+    assert _C.active_isa() in supported
+    query, key, value = tensors()
+    wanted = reference.attention(query, key, value)
+    for name in supported:
+        _C.set_isa(name)
+        assert _C.active_isa() == name
+        torch.testing.assert_close(mha_ext.attention(query, key, value), wanted)
+    _C.set_isa(None)
+    assert _C.active_isa() == supported[0]
+
+
+def test_unknown_instruction_set() -> None:
+    before = _C.active_isa()
+    with pytest.raises(ValueError) as error:
+        _C.set_isa("sse9")
+    message = str(error.value)
+    assert "\n" not in message and '"sse9"' in message and message.startswith("name must be")
+    assert all(name in message for name in _C.supported_isas())
+    assert _C.active_isa() == before
+
+
+def test_build_info() -> None:
+    info = _C.build_info()
+    assert set(info) == {"version", "torch", "compiler", "isas", "cuda"}
+    assert all(isinstance(text, str) and text for text in info.values())
+    assert info["version"] == mha_ext.__version__
+    assert info["cuda"].split()[0] in ("yes", "no")
+
+
+def test_ceilings() -> None:
+    for dtype in ("float64", "float32", "bfloat16", "float16"):
+        peak = _C.fma_peak(dtype, seconds=0.01)
+        assert math.isfinite(peak) and peak > 0
+    for measure in (_C.copy_bandwidth, _C.read_bandwidth):
+        speed = measure(bytes=1 << 16, seconds=0.01)
+        assert math.isfinite(speed) and speed > 0
+    with pytest.raises(
+        ValueError, match="dtype must be float64, float32, bfloat16 or float16, but"
+    ):
+        _C.fma_peak("int8")
+
+
+def test_every_function_is_documented() -> None:
+    names = [name for name in dir(_C) if not name.startswith("_")]
+    assert len(names) == 12, names
+    for name in names:
+        text = getattr(_C, name).__doc__
+        assert len(text.splitlines()) > 1, name  # the signature, and what it does

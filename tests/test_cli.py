@@ -1,0 +1,230 @@
+"""The command line: `mha-ext profile | info | check`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import mha_ext
+from mha_ext import check, exact, peers, report
+from mha_ext.__main__ import main
+
+SMALL = ["profile", "--batch", "2", "--heads", "4", "--queries", "9", "--head-dim", "16"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _threads_and_isa_as_before() -> object:
+    threads, isa = torch.get_num_threads(), mha_ext._C.active_isa()
+    yield
+    torch.set_num_threads(threads)
+    mha_ext._C.set_isa(isa)
+
+
+def test_runs_as_a_module(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mha_ext", "--version"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == mha_ext.__version__
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("version", "torch", "compiler", "cuda", "threads", "copy bandwidth"):
+        assert word in shown
+    assert f"active {mha_ext._C.active_isa()}" in shown
+    for dtype in peers.DTYPES:
+        assert f"peak {dtype}" in shown
+
+
+def test_profile_writes_what_it_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, trace = tmp_path / "out.json", tmp_path / "trace.json"
+    options = ["--repeats", "1", "--threads", "1", "--json", str(out), "--trace", str(trace)]
+    assert main([*SMALL, *options]) == 0
+    shown = capsys.readouterr().out
+    assert "Attention alone" in shown and "Whole layer" in shown
+
+    found = json.loads(out.read_text())
+    assert found["threads"] == 1
+    assert found["isa"] == mha_ext._C.active_isa()
+    names = {(result["level"], result["name"]) for result in found["results"]}
+    assert names == {
+        *(("attention", name) for name in ("eager", "SDPA", "mha_ext")),
+        *(("layer", name) for name in ("eager", "SDPA", "nn.MultiheadAttention", "mha_ext")),
+    }
+    for result in found["results"]:
+        assert result["wrong"] == []
+        assert result["forward_ms"] > 0 and result["training_ms"] > 0
+        assert result["out_error"] < 1e-5 and result["grad_error"] < 1e-3
+        assert result["peak"] > 0
+    if sys.platform == "linux":
+        assert all(result["memory"] is not None for result in found["results"])
+    assert "traceEvents" in json.loads(trace.read_text())
+
+
+@pytest.mark.parametrize("mask", peers.MASKS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_implementations_agree(mask: peers.MaskKind, dtype: str) -> None:
+    case = peers.Case("", 3, 4, 20, 20, 16, mask=mask)
+    _verify(case, dtype)
+    _verify(replace(case, kv_heads=2), dtype)
+    if mask != "causal":
+        _verify(replace(case, keys=33), dtype)
+        _verify(replace(case, keys=1), dtype)
+
+
+@pytest.mark.parametrize("case", peers.CASES, ids=lambda case: case.name)
+def test_cases(case: peers.Case) -> None:
+    """The real shapes, at a batch of two."""
+    _verify(replace(case, batch=min(2, case.batch)), "float32")
+
+
+@pytest.mark.parametrize("mask", peers.MASKS)
+def test_large_problems_are_verified_by_rows(
+    mask: peers.MaskKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mha_ext.exact.SCORES_CHECKED_IN_FULL", 0)
+    _verify(peers.Case("", 2, 2, 50, 50, 8, mask=mask), "float32")
+
+
+def _verify(case: peers.Case, dtype: str) -> None:
+    for level in peers.levels(case):
+        inputs, runs = peers.prepare(case, level, peers.DTYPES[dtype], CPU)
+        results = exact.verify(runs, inputs, level)
+        assert "mha_ext" in results
+        for result in results.values():
+            assert result.wrong == [], result.name
+
+
+def test_a_wrong_result_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attention = mha_ext.attention
+
+    def wrong(query: Tensor, *args: object, **options: object) -> Tensor:
+        out: Tensor = attention(query, *args, **options)  # type: ignore[call-overload]
+        return out * 1.01
+
+    monkeypatch.setattr(mha_ext, "attention", wrong)
+    assert main([*SMALL, "--repeats", "1"]) == 1
+    shown = capsys.readouterr()
+    assert "WRONG" in shown.out
+    assert "WRONG: mha_ext" in shown.err and "attention: out" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--batch", "0"], "--batch: must be a whole number of at least 1"),
+        (["--queries", "many"], "--queries: must be a whole number"),
+        (["--heads", "6", "--kv-heads", "4"], "kv_heads must divide heads, got 4 and 6"),
+        (["--mask", "diagonal"], "--mask"),
+        (["--mask", "causal", "--queries", "3", "--keys", "4"], "causal needs as many keys"),
+        (["--dropout", "1"], "dropout must be at least 0 and below 1"),
+        (["--dropout", "nan"], "dropout must be at least 0 and below 1"),
+        (["--seconds", "-1"], "--seconds: must be a number above 0"),
+        (["--dtype", "int8"], "--dtype"),
+        (["--device", "abacus"], "device must be cpu, cuda or cuda:N"),
+        (["--device", "meta"], "device must be cpu, cuda or cuda:N"),
+        (["--device", "cuda:99"], "CUDA devices"),
+        (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_bad_options_are_one_line(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["profile", *options])
+    except SystemExit as stopped:  # what argparse itself refuses
+        status = int(stopped.code or 0)
+    shown = capsys.readouterr()
+    assert status == 2
+    assert shown.out == ""
+    assert words in shown.err
+    assert len(shown.err.strip().splitlines()) == 1
+
+
+def test_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--dtype", "float32"]) == 0
+    shown = capsys.readouterr().out
+    assert "0 results outside the tolerance" in shown
+    for isa in mha_ext._C.supported_isas():
+        assert f"{isa} float32" in shown
+
+
+def test_check_finds_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attention = mha_ext.attention
+
+    def wrong(*args: object, **options: object) -> tuple[Tensor, Tensor]:
+        out, lse = attention(*args, **options)  # type: ignore[call-overload]
+        return out * (1 + 1e-5), lse
+
+    monkeypatch.setattr(mha_ext, "attention", wrong)
+    isa = mha_ext._C.active_isa()
+    assert check.main(isa=isa, dtype="float32") == 1
+    shown = capsys.readouterr()
+    assert f"FAILED: {isa}, float32, plain: out is off by" in shown.err
+    assert mha_ext._C.active_isa() == isa
+
+
+def test_benchmark_share_of_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against onnxruntime too, where it is installed; results are compared with float64 first."""
+    path = Path(__file__).resolve().parents[1] / "benchmarks" / "cpu_share_of_peak.py"
+    spec = importlib.util.spec_from_file_location("cpu_share_of_peak", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["cpu_share_of_peak"] = module
+    spec.loader.exec_module(module)
+
+    out = tmp_path / "out.json"
+    options = ["--length", "40", "--head-dim", "24", "--seconds", "0.001", "--json", str(out)]
+    assert module.main(["--dtype", "float32", "bfloat16", *options]) == 0
+    assert "float32, one thread" in capsys.readouterr().out
+    measurements = json.loads(out.read_text())["measurements"]
+    for dtype in ("float32", "bfloat16"):
+        names = {m["implementation"] for m in measurements if m["dtype"] == dtype}
+        expected = {"SDPA", *(f"mha_ext {isa}" for isa in mha_ext._C.supported_isas())}
+        if dtype == "float32" and importlib.util.find_spec("onnxruntime"):
+            expected.add("onnxruntime")
+        assert names == expected
+    assert all(m["forward_gflops"] > 0 and m["peak_gflops"] > 0 for m in measurements)
+
+
+def test_plain_table_is_aligned() -> None:
+    text = report.plain_table(["", "two\nlines", "n"], [["name", "1.0", "22"], None, ["x", "", ""]])
+    assert text.split("\n") == [
+        "        two",
+        "      lines   n",
+        "---------------",
+        "name    1.0  22",
+        "---------------",
+        "x",
+    ]
+
+
+def test_flops() -> None:
+    case = peers.Case("", 2, 3, 8, 8, 5)
+    assert case.flops("attention", backward=False) == 4 * 2 * 3 * 8 * 8 * 5
+    assert case.flops("attention", backward=True) == 3.5 * 4 * 2 * 3 * 8 * 8 * 5
+    causal = replace(case, mask="causal")
+    assert causal.flops("attention", backward=False) == 2 * 2 * 3 * 8 * 8 * 5
+    projections = 4 * 2 * (2 * 8) * 15 * 15
+    assert case.flops("layer", backward=False) == 4 * 2 * 3 * 8 * 8 * 5 + projections

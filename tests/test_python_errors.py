@@ -1,0 +1,174 @@
+"""Guarantee 8 for the checks made in Python: one line: the argument, what it must be, was, the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import mha_ext
+
+QUERY = torch.zeros(2, 4, 6, 8)
+SHORT = torch.zeros(2, 4, 5, 8)
+LENGTHS = torch.tensor([3, 6])
+
+
+def attend(key: Any = QUERY, **options: Any) -> Any:
+    return mha_ext.attention(QUERY, key, key, **options)
+
+
+def weigh(key: Any = QUERY, **options: Any) -> Any:
+    return mha_ext.attention_weights(QUERY, key, **options)
+
+
+BOTH = [
+    ({"causal": True, "key": SHORT}, ValueError, ["causal", "Lq = 6", "Lk = 5", "lower_right"]),
+    (
+        {"causal": True, "key_lengths": LENGTHS},
+        ValueError,
+        ["causal", "key_lengths", "lower_right"],
+    ),
+    ({"causal": "lower-right"}, ValueError, ["causal", "'lower-right'", "lower_right"]),
+    ({"causal": 1}, TypeError, ["causal", "int 1", "lower_right"]),
+    ({"causal": None}, TypeError, ["causal", "NoneType", "False"]),
+    ({"causal": torch.ones(6, 6)}, TypeError, ["causal", "Tensor"]),
+    ({"window": 3}, TypeError, ["window", "int 3", "(left, right)"]),
+    ({"window": (1, 2, 3)}, ValueError, ["window", "3 values"]),
+    ({"window": (-1, 2)}, ValueError, ["window left", "-1", "None"]),
+    ({"window": (0, 2.0)}, TypeError, ["window right", "float 2.0", "int"]),
+    ({"window": (True, 2)}, TypeError, ["window left", "bool True", "int"]),
+    ({"window": (1, 2), "key": SHORT}, ValueError, ["window", "Lq = 6", "Lk = 5", "lower_right"]),
+    ({"scale": float("inf")}, ValueError, ["scale", "finite", "inf"]),
+    ({"scale": float("nan")}, ValueError, ["scale", "finite", "nan"]),
+    ({"scale": "1"}, TypeError, ["scale", "str '1'", "float"]),
+    ({"scale": torch.ones(())}, TypeError, ["scale", "Tensor", "multiply query"]),
+    ({"empty_rows": "mean"}, ValueError, ["empty_rows", "'mean'", "uniform"]),
+    ({"empty_rows": None}, TypeError, ["empty_rows", "NoneType", "uniform"]),
+    ({"key": [1.0]}, TypeError, ["key", "list [1.0]", "tensor"]),
+    ({"mask": True}, TypeError, ["mask", "bool True", "tensor"]),
+    ({"bias": 1.0}, TypeError, ["bias", "float 1.0", "tensor"]),
+    ({"key_lengths": [3, 6]}, TypeError, ["key_lengths", "list [3, 6]", "tensor"]),
+]
+ATTENTION = [
+    ({"dropout_p": 1.0}, ValueError, ["dropout_p", "[0, 1)", "1.0"]),
+    ({"dropout_p": -0.1}, ValueError, ["dropout_p", "[0, 1)", "-0.1"]),
+    ({"dropout_p": float("nan")}, ValueError, ["dropout_p", "[0, 1)", "nan"]),
+    ({"dropout_p": "0.1"}, TypeError, ["dropout_p", "str '0.1'", "float"]),
+    ({"dropout_p": True}, TypeError, ["dropout_p", "bool", "float"]),
+    ({"seed": 42}, TypeError, ["seed", "int64", "int 42", "torch.tensor"]),
+]
+WEIGHTS = [
+    ({"heads": [4]}, ValueError, ["heads", "[0, 4)", "4"]),
+    ({"heads": [-1]}, ValueError, ["heads", "[0, 4)", "-1"]),
+    ({"rows": [0, 6]}, ValueError, ["rows", "[0, 6)", "6"]),
+    ({"rows": 3}, TypeError, ["rows", "int 3", "list"]),
+    ({"rows": [1.5]}, TypeError, ["rows", "float 1.5", "ints"]),
+    ({"heads": torch.tensor([1])}, TypeError, ["heads", "Tensor", "list"]),
+]
+
+
+def check(call: Callable[[], Any], error: type[Exception], words: list[str]) -> None:
+    with pytest.raises(error) as raised:
+        call()
+    message = str(raised.value)
+    assert type(raised.value) is error
+    assert "\n" not in message, message
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize("options, error, words", BOTH + ATTENTION)
+def test_attention(options: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+    check(lambda: attend(**options), error, words)
+
+
+@pytest.mark.parametrize("options, error, words", BOTH + WEIGHTS)
+def test_weights(options: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+    check(lambda: weigh(**options), error, words)
+
+
+def test_query_and_value_must_be_tensors() -> None:
+    check(lambda: mha_ext.attention(None, QUERY, QUERY), TypeError, ["query", "NoneType"])
+    check(lambda: mha_ext.attention(QUERY, QUERY, 3), TypeError, ["value", "int 3"])
+    check(lambda: mha_ext.attention_weights(None, QUERY), TypeError, ["query", "NoneType"])
+
+
+def test_no_random_number_is_drawn_by_a_refused_call() -> None:
+    state = torch.get_rng_state()
+    check(lambda: attend(dropout_p=0.5, causal="left"), ValueError, ["causal"])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_is_not_refused() -> None:
+    """Spellings that look unusual and mean something."""
+    assert torch.equal(attend(dropout_p=0), attend(dropout_p=0.0))
+    assert torch.equal(attend(window=(None, None)), attend())
+    assert torch.equal(attend(SHORT, window=(None, None)), attend(SHORT))
+    assert torch.equal(attend(window=[2, 1]), attend(window=(2, 1)))
+    assert torch.equal(attend(scale=1), attend(scale=1.0))
+    assert torch.equal(attend(window=(2, 1), key_lengths=LENGTHS)[1], attend(window=(2, 1))[1])
+    assert attend(SHORT, causal="upper_left").shape == QUERY.shape
+
+
+MODULES = [
+    ((300, 7), {}, ValueError, ["embed_dim", "300", "7", "head_dim"]),
+    ((300.0, 6), {}, TypeError, ["embed_dim", "float", "int"]),
+    ((300, 0), {}, ValueError, ["num_heads", "0"]),
+    ((300, 6), {"num_kv_heads": 4}, ValueError, ["num_heads", "6", "4", "num_kv_heads"]),
+    ((300, 6), {"key_dim": -1}, ValueError, ["key_dim", "-1"]),
+    ((300, 6), {"value_head_dim": 0}, ValueError, ["value_head_dim", "0"]),
+    ((300, 6), {"out_dim": "300"}, TypeError, ["out_dim", "str", "int"]),
+    ((300, 6), {"dropout": 1.0}, ValueError, ["dropout", "[0, 1)", "1.0"]),
+    ((300, 6), {"causal": "left"}, ValueError, ["causal", "'left'"]),
+    ((300, 6), {"window": (-1, 0)}, ValueError, ["window", "-1"]),
+    ((300, 6), {"empty_rows": "nan"}, ValueError, ["empty_rows", "'nan'"]),
+]
+
+
+@pytest.mark.parametrize("module", [mha_ext.MultiHeadAttention, mha_ext.AttentionBlock])
+@pytest.mark.parametrize("sizes, options, error, words", MODULES)
+def test_module_options(
+    module: type, sizes: tuple, options: dict[str, Any], error: type[Exception], words: list[str]
+) -> None:
+    check(lambda: module(*sizes, **options), error, words)
+
+
+def test_block_options() -> None:
+    block = mha_ext.AttentionBlock
+    check(lambda: block(64, 4, out_dim=32), ValueError, ["out_dim", "query_dim", "32", "64"])
+    check(lambda: block(64, 4, hidden_dropout=2.0), ValueError, ["hidden_dropout", "[0, 1)"])
+    with pytest.raises(TypeError):
+        block(64, 4, droput=0.1)
+
+
+X = torch.zeros(2, 5, 16)
+FORWARD = [
+    ((X[0],), {}, ValueError, ["query", "[B, Lq, 16]", "[5, 16]", "query[None]"]),
+    ((torch.zeros(2, 5, 17),), {}, ValueError, ["query", "[B, Lq, 16]", "[2, 5, 17]", "query_dim"]),
+    ((None,), {}, TypeError, ["query", "tensor", "NoneType"]),
+    ((X, torch.zeros(3, 5, 16)), {}, ValueError, ["key", "batch", "2", "3"]),
+    ((X, X, X[:, :4]), {}, ValueError, ["value", "[2, 5]", "[2, 4]"]),
+    ((X,), {"mask": torch.ones(2, 5, 5).bool()}, ValueError, ["mask[:, None]", "mask[None]"]),
+    ((X,), {"mask": torch.ones(5, 5)}, TypeError, ["mask", "float32", "mask.bool()", "bias=mask"]),
+    ((X,), {"mask": [1]}, TypeError, ["mask", "list"]),
+    (
+        (X,),
+        {"key_padding_mask": torch.ones(2, 4).bool()},
+        ValueError,
+        ["key_padding_mask", "[2, 5]", "[2, 4]"],
+    ),
+    ((X,), {"key_padding_mask": torch.ones(2, 5)}, TypeError, ["key_padding_mask", ".bool()"]),
+    ((X,), {"key_padding_mask": [1]}, TypeError, ["key_padding_mask", "list"]),
+    ((X,), {"causal": "left"}, ValueError, ["causal", "'left'"]),
+    ((X, X[:, :4]), {"causal": True}, ValueError, ["causal", "Lq = 5", "Lk = 4"]),
+]
+
+
+@pytest.mark.parametrize("inputs, options, error, words", FORWARD)
+def test_module_inputs(
+    inputs: tuple, options: dict[str, Any], error: type[Exception], words: list[str]
+) -> None:
+    layer = mha_ext.MultiHeadAttention(16, 2)
+    check(lambda: layer(*inputs, **options), error, words)
