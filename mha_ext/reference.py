@@ -43,7 +43,7 @@ def attention(
     if dropout_p > 0:
         assert seed is not None, "the definition draws no random numbers: pass seed"
         kept = keep(seed, dropout_p, weights.shape, origin)
-        weights = weights * (kept * keep_scale(dropout_p)).to(weights.dtype)
+        weights = weights * kept.to(weights.dtype) * keep_scale(dropout_p)
     weights, value = weights.to(value.dtype), _share_heads(value, query)
     if pairwise:
         used = seen | ~seen.any(-1, keepdim=True) if empty_rows == "uniform" else seen

@@ -391,16 +391,15 @@ def _problems() -> Iterator[Problem]:
         sizes = replace(base, queries=queries, keys=keys, head_dim=20, dtype=next(dtypes))
         yield sizes
         yield replace(sizes, mask="b1qk", dtype=next(dtypes), empty_rows="uniform")
-    for name in ("batch", "heads"):
-        yield replace(base, **{name: 0})
-        yield replace(base, **{name: 1})
-        yield replace(base, **{name: 5}, dtype=torch.bfloat16)
+    for size, dtype in itertools.product((0, 1, 5), DTYPES):
+        yield replace(base, batch=size, dtype=dtype)
+        yield replace(base, heads=size, dtype=dtype)
 
     masks = itertools.cycle(MASK_DTYPES)
     masked = replace(base, queries=66, keys=77, head_dim=24)
     for shape, layout in itertools.product(PAIR_SHAPES, PAIR_LAYOUTS):
-        options = {"mask": shape, "mask_layout": layout, "mask_dtype": next(masks)}
-        yield replace(masked, dtype=next(dtypes), **options)
+        kind = replace(masked, mask=shape, mask_layout=layout, mask_dtype=next(masks))
+        yield replace(kind, dtype=next(dtypes))
     for shape, layout in itertools.product(PAIR_SHAPES, PAIR_LAYOUTS):
         dtype = next(dtypes)
         biased = replace(masked, dtype=dtype, bias=shape, bias_layout=layout)
@@ -414,14 +413,14 @@ def _problems() -> Iterator[Problem]:
         banded = replace(base, queries=queries, keys=keys, head_dim=32, window=window)
         for corner in ("upper_left", "lower_right"):
             yield replace(banded, causal=corner, dtype=next(dtypes))
-            kind = LENGTH_KINDS[1 + (queries + len(corner)) % 3]
-            yield replace(banded, causal=corner, key_lengths=kind, dtype=next(dtypes), batch=3)
+            lengths = LENGTH_KINDS[1 + (queries + len(corner)) % 3]
+            yield replace(banded, causal=corner, key_lengths=lengths, dtype=next(dtypes), batch=3)
         if queries == keys:
             yield replace(banded, causal=True, dtype=next(dtypes))
             yield replace(banded, dtype=next(dtypes))
             yield replace(banded, key_lengths="random", dtype=next(dtypes))
-    for kind, dtype in itertools.product(LENGTH_KINDS[1:], DTYPES):
-        yield replace(masked, dtype=dtype, key_lengths=kind, batch=4)
+    for lengths, dtype in itertools.product(LENGTH_KINDS[1:], DTYPES):
+        yield replace(masked, dtype=dtype, key_lengths=lengths, batch=4)
 
     for dropout_p, dtype in itertools.product((1e-5, 0.1, 0.5, 0.9, 0.99999), DTYPES):
         yield replace(masked, dtype=dtype, dropout_p=dropout_p)

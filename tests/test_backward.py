@@ -60,7 +60,7 @@ def test_any_problem(data: st.DataObject) -> None:
 BIASED = Problem(heads=4, kv_heads=2, queries=33, keys=70, bias="1hqk", dropout_p=0.2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wanted", ["query", "key", "value", "bias", "query value", "key bias"])
 def test_only_the_gradients_asked_for(dtype: torch.dtype, wanted: str) -> None:
     """Any subset of the inputs may need a gradient; each is what it is beside the others."""
@@ -77,7 +77,7 @@ def test_only_the_gradients_asked_for(dtype: torch.dtype, wanted: str) -> None:
             assert torch.equal(leaf.grad, everything[f"grad_{name}"]), name
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_out_or_lse_alone(dtype: torch.dtype) -> None:
     """The gradient of one result, when the other is not used, is that of a zero cotangent."""
     inputs = make(Problem(dtype=dtype, queries=33, keys=70, mask="b1qk", bias="hqk"))
@@ -92,7 +92,7 @@ def test_out_or_lse_alone(dtype: torch.dtype) -> None:
             assert torch.equal(got, wanted[f"grad_{name}"]), (used, name)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_cotangent_of_any_strides(dtype: torch.dtype) -> None:
     """out.sum().backward() sends one element expanded; a merge of heads sends a transposed view."""
     inputs = make(Problem(dtype=dtype, queries=33, keys=70, heads=3, value_dim=20))

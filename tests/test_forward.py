@@ -51,7 +51,7 @@ def test_any_problem(data: st.DataObject) -> None:
     check(random_problem(lambda values: data.draw(st.sampled_from(values))))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_have_the_promised_form(dtype: torch.dtype) -> None:
     """out is a view of [B, Lq, H, Dv]; lse is contiguous and float32 (float64 for float64)."""
     inputs = make(Problem(dtype=dtype, heads=4, kv_heads=2, value_dim=9))
@@ -64,7 +64,7 @@ def test_results_have_the_promised_form(dtype: torch.dtype) -> None:
     assert torch.equal(call(mha_ext.attention, inputs, return_lse=False), out)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_most_negative_bias_stays_finite(dtype: torch.dtype) -> None:
     """A row of finfo.min everywhere is a uniform row, not an empty one."""
     inputs = make(Problem(dtype=dtype, queries=3, keys=70))
@@ -78,7 +78,7 @@ def test_the_most_negative_bias_stays_finite(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), wanted, rtol=0.02, atol=4 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("keys", [1, 64, 150])
 def test_large_scores_do_not_overflow(dtype: torch.dtype, keys: int) -> None:
     """Scores beyond exp's range in every dtype: the largest wins, no Inf, no NaN."""

@@ -74,7 +74,7 @@ LEAKS = {
     "tiles dropout": replace(TILES, dropout_p=0.3, head_dim=65),
 }
 leaks = pytest.mark.parametrize("problem", LEAKS.values(), ids=list(LEAKS))
-dtypes = pytest.mark.parametrize("dtype", DTYPES)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 poisons = pytest.mark.parametrize("poison", [NAN, INF, -INF])
 
 
@@ -655,8 +655,9 @@ def test_outputs_past_2_31_elements() -> None:
     key = torch.randn(1, 1, 2, 512).half()
     value = torch.randn(1, 1, 2, 512).half()
     out = mha_ext.attention(query, key, value)
-    assert torch.equal(out[:, :, -3:], mha_ext.attention(query[:, :, -3:].clone(), key, value))
-    assert torch.equal(out[:, :, 2**22 : 2**22 + 1], out[:, :, :1])
+    last = mha_ext.attention(query[:, :, -3:].clone(), key, value)
+    torch.testing.assert_close(out[:, :, -3:], last, rtol=2**-9, atol=2**-9)  # 4 ulp
+    assert torch.equal(out[:, :, -4:-3], out[:, :, :1])
 
 
 @dtypes
@@ -741,8 +742,9 @@ before = attend()
 child = os.fork()
 if child == 0:
     signal.alarm(60)  # a hang ends the child
-    same = all(map(torch.equal, before, attend()))
-    os._exit(0 if same else 1)
+    after = attend()
+    torch.set_num_threads(1)  # torch's own operators do hang
+    os._exit(0 if all(map(torch.equal, before, after)) else 1)
 _, status = os.waitpid(child, 0)
 assert status == 0, f"the child ended with status {status}"
 assert all(map(torch.equal, before, attend()))

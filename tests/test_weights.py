@@ -100,7 +100,7 @@ def weight_gradients(
     }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("empty_rows", ["zero", "uniform"])
 @pytest.mark.parametrize("selected", [False, True])
 def test_gradients(dtype: torch.dtype, empty_rows: str, selected: bool) -> None:

@@ -192,30 +192,30 @@ void run_bias(const Attention& a, const AttentionGrad& g, const void* grad_lse,
   const int64_t owners = plan.batches * plan.heads * plan.query_tiles * plan.key_tiles;
   const int64_t terms =
       a.batch * a.heads * ceil_div(a.queries, kTile) * ceil_div(a.keys, kTile) / owners;
-  // Few owners would leave threads idle: cut their sums, the same way whatever the number of
-  // threads.
+  // Few owners would leave threads idle: cut their sums. How does not depend on the threads, nor,
+  // where the bias has a batch of its own, on the size of the batch.
   constexpr int64_t kOwnersEnough = 64;
-  plan.chunks = owners >= kOwnersEnough ? 1 : std::min<int64_t>(8, terms);
+  plan.chunks = owners / plan.batches >= kOwnersEnough ? 1 : std::min<int64_t>(8, terms);
   const int64_t tile_bytes = kTile * kTile * kernels.element_size;
+  const int64_t scratch_bytes = ceil_div(kernels.backward_scratch_bytes(a), 64) * 64;
   const double flops = 4 * pair_count(a) * static_cast<double>(std::max(a.head_dim, a.value_dim));
-  if (plan.chunks == 1) {
-    const int64_t scratch_bytes = kernels.backward_scratch_bytes(a);
-    for_each_task(owners, flops, scratch_bytes + tile_bytes + 64,
-                  [&](int64_t owner, void* scratch) {
-                    char* sums = static_cast<char*>(scratch) + (scratch_bytes + 63) / 64 * 64;
-                    kernels.bias_share(a, g, plan, owner, 0, sums, scratch);
-                    kernels.bias_finish(a, g, plan, owner, sums, scratch);
-                  });
+  if (owners >= kOwnersEnough) {
+    for_each_task(
+        owners, flops, scratch_bytes + plan.chunks * tile_bytes, [&](int64_t owner, void* scratch) {
+          char* sums = static_cast<char*>(scratch) + scratch_bytes;
+          for (int64_t chunk = 0; chunk < plan.chunks; chunk++)
+            kernels.bias_share(a, g, plan, owner, chunk, sums + chunk * tile_bytes, scratch);
+          kernels.bias_finish(a, g, plan, owner, sums, scratch);
+        });
     return;
   }
   const at::DataPtr memory = c10::GetCPUAllocator()->allocate(owners * plan.chunks * tile_bytes);
   char* sums = static_cast<char*>(memory.get());
-  for_each_task(owners * plan.chunks, flops, kernels.backward_scratch_bytes(a),
-                [&](int64_t task, void* scratch) {
-                  kernels.bias_share(a, g, plan, task / plan.chunks, task % plan.chunks,
-                                     sums + task * tile_bytes, scratch);
-                });
-  for_each_task(owners, 0, kernels.backward_scratch_bytes(a), [&](int64_t owner, void* scratch) {
+  for_each_task(owners * plan.chunks, flops, scratch_bytes, [&](int64_t task, void* scratch) {
+    kernels.bias_share(a, g, plan, task / plan.chunks, task % plan.chunks, sums + task * tile_bytes,
+                       scratch);
+  });
+  for_each_task(owners, 0, scratch_bytes, [&](int64_t owner, void* scratch) {
     kernels.bias_finish(a, g, plan, owner, sums + owner * plan.chunks * tile_bytes, scratch);
   });
 }

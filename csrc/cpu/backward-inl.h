@@ -32,7 +32,8 @@ struct BackwardScratch : GradScratch<K> {
   using T = typename K::T;
   using Unit = typename K::Unit;
   Unit *query_rows, *grad_out_rows;  // vectors along the width, for dK and dV
-  Unit *keys_in, *keys_across, *values_in, *pairs, *pair_rows;
+  Unit *keys_in, *keys_across, *values_in, *pairs, *pair_rows, *clean_keys;
+  typename K::S* clean;
   T *grad_query, *grad_key, *grad_value, *one;
 
   BackwardScratch(const Attention& a, Arena& arena) : GradScratch<K>(a, arena) {
@@ -49,6 +50,8 @@ struct BackwardScratch : GradScratch<K> {
     grad_key = arena.take<T>(range * d);
     grad_value = arena.take<T>(range * dv);
     one = arena.take<T>(kRow);
+    clean = arena.take<typename K::S>(kTile * max_of(a.head_dim, a.value_dim));
+    clean_keys = arena.take<Unit>(K::kInPlace ? 0 : kTile * operand_width<K>(a.head_dim));
   }
 };
 
@@ -102,8 +105,7 @@ Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, 
   if (g.grad_weights.data)
     load_pairs<K, typename K::S>(g.grad_weights, b, h, q0, rows, k0, keys, w.ds);
   else
-    product<X, typename K::Dot, Contiguous::kAlongT, Update::kStore>(
-        value_rows, keys, units_of<K>(a.value_dim), w.grad_out, kRow, vectors, w.ds, kRow);
+    score_product<K>(value_rows, keys, a.value_dim, w.grad_out, vectors, w.ds);
   const bool partial = visible == Visibility::kPartial, dropout = a.dropout.seed != nullptr;
   if (dropout) dropout_tile<K>(a, b, h, q0, rows, k0, keys, w.keep);
   const V kept_scale = X::set((T)a.dropout.keep_scale);
@@ -153,6 +155,7 @@ template <class K>
 void add_uniform_values(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
                         int64_t q0, int64_t rows, int64_t begin, int64_t end,
                         BackwardScratch<K>& w) {
+  using X = typename K::X;
   uint64_t empty = 0;
   const typename K::T* lse = (const typename K::T*)a.lse + (b * a.heads + h) * a.queries + q0;
   for (int64_t r = 0; r < rows; r++) empty |= (uint64_t)(lse[r] == -(typename K::T)INFINITY) << r;
@@ -161,10 +164,77 @@ void add_uniform_values(const Attention& a, const AttentionGrad& g, int64_t b, i
   for (int64_t k0 = begin; k0 < end; k0 += kTile) {
     const int64_t keys = min_of(kTile, end - k0);
     uniform_tile<K>(a, b, h, q0, rows, k0, keys, empty, w.keep, w.p);
-    for (int64_t n = 0; n < keys; n++) w.bits[n] = empty;
-    select_rows<K>(w.p, w.bits, row_of<K>(g.grad_out, b, h, q0), g.grad_out.row, keys, a.value_dim,
-                   w.grad_value + (k0 - begin) * ld, ld);
+    for (uint64_t left = empty; left; left &= left - 1) {
+      const int64_t r = __builtin_ctzll(left);
+      const typename K::S* grad_out = row_of<K>(g.grad_out, b, h, q0 + r);
+      for (int64_t d = 0; d < a.value_dim; d += K::kLanes) {
+        const typename X::V v = d + K::kLanes <= a.value_dim
+                                    ? X::load(grad_out + d)
+                                    : X::load(grad_out + d, a.value_dim - d);
+        for (int64_t n = 0; n < keys; n++) {
+          typename K::T* to = w.grad_value + (k0 - begin + n) * ld + d;
+          X::store(to, X::fma(v, X::set(w.p[n * kRow + r]), X::load(to)));
+        }
+      }
+    }
   }
+}
+
+// Where one tile stands: its queries and keys in memory, and their place among the keys of the
+// range.
+template <class K>
+struct TilePlace {
+  const typename K::S *query, *grad_out, *key;
+  int64_t rows, keys, at;
+};
+
+// grad_value, grad_key and grad_query of one tile, from w.p and w.ds.
+template <class K>
+void add_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K>& tile,
+                   Operand key_columns, BackwardScratch<K>& w) {
+  using X = typename K::X;
+  using Dot = typename K::Dot;
+  const int64_t ld = padded<K>(a.head_dim), ldv = padded<K>(a.value_dim);
+  const int64_t units = units_of<K>(tile.rows), vectors = vectors_of<K>(tile.rows);
+  if (g.grad_value.data)
+    product<X, Dot, Contiguous::kAlongT, Update::kAdd>(
+        tile_operand<K>(w.p, tile.keys, tile.rows, w.pair_rows), tile.keys, units, w.grad_out_rows,
+        ldv, ldv / K::kLanes, w.grad_value + tile.at * ldv, ldv);
+  if (g.grad_key.data)
+    product<X, Dot, Contiguous::kAlongT, Update::kAdd>(
+        tile_operand<K>(w.ds, tile.keys, tile.rows, w.pair_rows), tile.keys, units, w.query_rows,
+        ld, ld / K::kLanes, w.grad_key + tile.at * ld, ld);
+  if (g.grad_query.data)
+    product<X, Dot, Contiguous::kAlongM, Update::kAdd>(
+        key_columns, a.head_dim, units_of<K>(tile.keys),
+        tile_vectors<K>(w.ds, tile.keys, vectors, w.pairs), kRow, vectors, w.grad_query, kRow);
+}
+
+// The same for a partial tile whose operands are not finite.
+template <class K>
+void add_dirty_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K>& tile,
+                         BackwardScratch<K>& w) {
+  const int64_t ld = padded<K>(a.head_dim), ldv = padded<K>(a.value_dim);
+  const int64_t d = a.head_dim, dv = a.value_dim, rows = tile.rows, keys = tile.keys;
+  if (g.grad_out.data) {
+    clean_copy<K>(tile.grad_out, g.grad_out.row, rows, dv, w.clean);
+    pack_rows<K>(w.clean, dv, rows, dv, w.grad_out_rows, ldv);
+  }
+  clean_copy<K>(tile.query, a.query.row, rows, d, w.clean);
+  pack_rows<K>(w.clean, d, rows, d, w.query_rows, ld);
+  clean_copy<K>(tile.key, a.key.row, keys, d, w.clean);
+  add_gradients<K>(a, g, tile, columns_operand<K>(w.clean, d, keys, d, w.clean_keys), w);
+  if (g.grad_value.data)
+    add_nonfinite_rows<K>(w.p, w.bits, tile.grad_out, g.grad_out.row, rows, keys, dv,
+                          w.grad_value + tile.at * ldv, ldv);
+  if (g.grad_key.data)
+    add_nonfinite_rows<K>(w.ds, w.bits, tile.query, a.query.row, rows, keys, d,
+                          w.grad_key + tile.at * ld, ld);
+  if (g.grad_query.data)
+    add_nonfinite_lanes<K>(w.ds, w.bits, tile.key, a.key.row, keys, d, w.grad_query);
+  // The next tile wants them as they were.
+  if (g.grad_out.data) pack_rows<K>(tile.grad_out, g.grad_out.row, rows, dv, w.grad_out_rows, ldv);
+  pack_rows<K>(tile.query, a.query.row, rows, d, w.query_rows, ld);
 }
 
 template <class K>
@@ -198,7 +268,6 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   for (int64_t h = kv * group; h < (kv + 1) * group; h++)
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
-      const int64_t vectors = vectors_of<K>(rows);
       for (int64_t i = 0; i < height_of<K>(a.head_dim) * kRow; i++) w.grad_query[i] = 0;
       if (a.uniform_empty_rows && g.grad_value.data)
         add_uniform_values<K>(a, g, b, h, q0, rows, begin, end, w);
@@ -228,35 +297,15 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
         if (visible == Visibility::kEmpty) continue;
         if (write_bias) store_bias_tile<K>(a, g, b, h, q0, rows, k0, keys, w.one, w.ds);
 
-        T *grad_key = w.grad_key + at * ld, *grad_value = w.grad_value + at * ldv;
-        const typename K::S* key_tile = key + at * a.key.row;
+        const TilePlace<K> tile{query, grad_out, key + at * a.key.row, rows, keys, at};
         if (visible == Visibility::kPartial &&
-            !(finite && all_finite<K>(key_tile, a.key.row, keys, a.head_dim))) {
-          if (g.grad_value.data)
-            select_rows<K>(w.p, w.bits, grad_out, g.grad_out.row, keys, a.value_dim, grad_value,
-                           ldv);
-          if (g.grad_key.data)
-            select_rows<K>(w.ds, w.bits, query, a.query.row, keys, a.head_dim, grad_key, ld);
-          if (g.grad_query.data)
-            select_lanes<K>(w.ds, w.bits, key_tile, a.key.row, keys, a.head_dim, vectors,
-                            w.grad_query);
-          continue;
-        }
-        const int64_t row_units = units_of<K>(rows);
-        if (g.grad_value.data)
-          product<X, Dot, Contiguous::kAlongT, Update::kAdd>(
-              tile_operand<K>(w.p, keys, rows, w.pair_rows), keys, row_units, w.grad_out_rows, ldv,
-              ldv / K::kLanes, grad_value, ldv);
-        if (g.grad_key.data)
-          product<X, Dot, Contiguous::kAlongT, Update::kAdd>(
-              tile_operand<K>(w.ds, keys, rows, w.pair_rows), keys, row_units, w.query_rows, ld,
-              ld / K::kLanes, grad_key, ld);
-        if (g.grad_query.data)
-          product<X, Dot, Contiguous::kAlongM, Update::kAdd>(
-              {key_columns.data + at / Dot::kStep * key_columns.t_stride, key_columns.m_stride,
-               key_columns.t_stride},
-              a.head_dim, units_of<K>(keys), tile_vectors<K>(w.ds, keys, vectors, w.pairs), kRow,
-              vectors, w.grad_query, kRow);
+            !(finite && all_finite<K>(tile.key, a.key.row, keys, a.head_dim)))
+          add_dirty_gradients<K>(a, g, tile, w);
+        else
+          add_gradients<K>(a, g, tile,
+                           {key_columns.data + at / Dot::kStep * key_columns.t_stride,
+                            key_columns.m_stride, key_columns.t_stride},
+                           w);
       }
       if (!g.grad_query.data) continue;
       if (ranges.count == 1) {

@@ -26,6 +26,7 @@ struct ForwardScratch {
   Unit *key, *value, *pairs;
   T *s, *extra;
   uint64_t *bits, *keep;
+  typename K::S* clean;
 
   ForwardScratch(const Attention& a, Arena& arena) {
     for (QueryBlock<K>& q : blocks) {
@@ -43,6 +44,7 @@ struct ForwardScratch {
         kRow);
     bits = arena.take<uint64_t>(kTile);
     keep = arena.take<uint64_t>(kTile);
+    clean = arena.take<typename K::S>(kTile * a.value_dim);
   }
 };
 
@@ -118,18 +120,23 @@ void add_values(const Attention& a, const typename K::S* value, Operand columns,
                 typename K::T* out) {
   using X = typename K::X;
   using Dot = typename K::Dot;
-  if (partial && !all_finite<K>(value, a.value.row, keys, a.value_dim)) {
-    if (!started) __builtin_memset(out, 0, (size_t)(a.value_dim * kRow) * sizeof(*out));
-    return select_lanes<K>(w.s, w.bits, value, a.value.row, keys, a.value_dim, vectors, out);
+  const int64_t width = a.value_dim, units = units_of<K>(keys);
+  const bool dirty = partial && !all_finite<K>(value, a.value.row, keys, width);
+  if (dirty) {
+    clean_copy<K>(value, a.value.row, keys, width, w.clean);
+    columns = columns_operand<K>(w.clean, width, keys, width, w.value);
   }
   const typename K::Unit* p = tile_vectors<K>(w.s, keys, vectors, w.pairs);
-  const int64_t units = units_of<K>(keys);
   if (started)
-    product<X, Dot, Contiguous::kAlongM, Update::kAdd>(columns, a.value_dim, units, p, kRow,
-                                                       vectors, out, kRow);
+    product<X, Dot, Contiguous::kAlongM, Update::kAdd>(columns, width, units, p, kRow, vectors, out,
+                                                       kRow);
   else
-    product<X, Dot, Contiguous::kAlongM, Update::kStore>(columns, a.value_dim, units, p, kRow,
-                                                         vectors, out, kRow);
+    product<X, Dot, Contiguous::kAlongM, Update::kStore>(columns, width, units, p, kRow, vectors,
+                                                         out, kRow);
+  if (dirty) {
+    add_nonfinite_lanes<K>(w.s, w.bits, value, a.value.row, keys, width, out);
+    columns_operand<K>(value, a.value.row, keys, width, w.value);  // as the other blocks want it
+  }
 }
 
 // m, l and (with_values) the unnormalised output of `count` blocks of queries, rows [q0, q0 +

@@ -48,7 +48,7 @@ struct MultiplyTiles : PairUnits<16> {
                  :
                  :
                  : "memory");  // the compiler does not know that tiles are loaded from memory,
-    if constexpr (kC == Update::kAdd) {
+    if constexpr (kC != Update::kStore) {
       _tile_loadd(0, c, c_stride);
       if constexpr (kTwoColumns) _tile_loadd(1, c + 16, c_stride);
       if constexpr (kTwoRows) _tile_loadd(2, c + 16 * ldc, c_stride);

@@ -32,7 +32,7 @@ struct Multiply {
 // 1, t) are neighbours (columns of V). One of the two strides is then known, which keeps the
 // addresses in few registers.
 enum class Contiguous { kAlongT, kAlongM };
-enum class Update { kStore, kAdd };  // C = sum, or C += sum
+enum class Update { kStore, kAdd, kAddSum };  // C = sum; C += terms, one by one; C += sum
 
 template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC>
 [[gnu::always_inline]] inline void micro(Operand a, int64_t count, const typename Dot::Unit* x,
@@ -61,7 +61,10 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC>
 #pragma GCC unroll 16
   for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
-    for (int i = 0; i < NV; i++) X::store(c + m * ldc + i * X::kLanes, sum[m][i]);
+    for (int i = 0; i < NV; i++) {
+      typename X::T* to = c + m * ldc + i * X::kLanes;
+      X::store(to, kC == Update::kAddSum ? X::add(X::load(to), sum[m][i]) : sum[m][i]);
+    }
 }
 
 // All m for NV vectors of lanes. 24 (with 16 registers: 12) sums in flight hide the latency of the

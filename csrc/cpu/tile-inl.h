@@ -266,38 +266,45 @@ bool all_finite(const typename K::S* from, int64_t stride, int64_t rows, int64_t
   return X::bits(X::eq(sum, sum)) == first_bits(K::kLanes);
 }
 
-// The products over a partial tile whose operands are not finite: visible pairs only, since 0 * NaN
-// is not 0. c[column][64 r] += tile[key][r] * from[key][column]
+// A product over a partial tile would compute 0 * NaN for pairs that are hidden. So where an
+// operand is not finite, it is multiplied as a clean copy, with 0 in place of what is not finite;
+// then that is added for the visible pairs alone.
 template <class K>
-void select_lanes(const typename K::T* tile, const uint64_t* bits, const typename K::S* from,
-                  int64_t stride, int64_t keys, int64_t columns, int64_t vectors,
-                  typename K::T* c) {
-  using X = typename K::X;
+bool finite(typename K::S x) {
+  return widen(x) - widen(x) == 0;
+}
+template <class K>
+void clean_copy(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns,
+                typename K::S* to) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c++) {
+      const typename K::S x = from[r * stride + c];
+      to[r * columns + c] = finite<K>(x) ? x : typename K::S{};
+    }
+}
+// c[column][64 r] += tile[key][r] * from[key][column]
+template <class K>
+void add_nonfinite_lanes(const typename K::T* tile, const uint64_t* bits, const typename K::S* from,
+                         int64_t stride, int64_t keys, int64_t columns, typename K::T* c) {
   for (int64_t n = 0; n < keys; n++)
     for (int64_t d = 0; d < columns; d++) {
-      const typename X::V v = X::set(widen(from[n * stride + d]));
-      for (int64_t i = 0; i < vectors; i++) {
-        typename K::T* p = c + d * kRow + i * K::kLanes;
-        const typename X::V old = X::load(p);
-        const typename X::V sum = X::fma(v, X::load(tile + n * kRow + i * K::kLanes), old);
-        X::store(p, X::select(X::mask(bits[n] >> (i * K::kLanes)), sum, old));
+      if (finite<K>(from[n * stride + d])) continue;
+      for (uint64_t left = bits[n]; left; left &= left - 1) {
+        const int64_t r = __builtin_ctzll(left);
+        c[d * kRow + r] += tile[n * kRow + r] * widen(from[n * stride + d]);
       }
     }
 }
 // c[key][column] += tile[key][r] * from[r][column]
 template <class K>
-void select_rows(const typename K::T* tile, const uint64_t* bits, const typename K::S* from,
-                 int64_t stride, int64_t keys, int64_t columns, typename K::T* c, int64_t ld) {
-  using X = typename K::X;
-  for (int64_t n = 0; n < keys; n++)
-    for (uint64_t left = bits[n]; left; left &= left - 1) {
-      const int64_t r = __builtin_ctzll(left);
-      const typename X::V p = X::set(tile[n * kRow + r]);
-      for (int64_t d = 0; d < columns; d += K::kLanes) {
-        const typename K::S* q = from + r * stride + d;
-        const typename X::V v = d + K::kLanes <= columns ? X::load(q) : X::load(q, columns - d);
-        X::store(c + n * ld + d, X::fma(v, p, X::load(c + n * ld + d)));
-      }
+void add_nonfinite_rows(const typename K::T* tile, const uint64_t* bits, const typename K::S* from,
+                        int64_t stride, int64_t rows, int64_t keys, int64_t columns,
+                        typename K::T* c, int64_t ld) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t d = 0; d < columns; d++) {
+      if (finite<K>(from[r * stride + d])) continue;
+      for (int64_t n = 0; n < keys; n++)
+        if (bits[n] >> r & 1) c[n * ld + d] += tile[n * kRow + r] * widen(from[r * stride + d]);
     }
 }
 
@@ -370,6 +377,24 @@ void pack_query(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t ro
     scale_tile<K>((typename K::T)a.scale, a.head_dim, vectors_of<K>(rows), to);
 }
 
+// tile[key][64 queries] = sum_d rows[key][d] lanes[d][query]. A long sum is cut in pieces of 128
+// that are added at the end: rounding errors grow with the length of a chain.
+template <class K>
+void score_product(Operand rows, int64_t keys, int64_t columns, const typename K::Unit* lanes,
+                   int64_t vectors, typename K::T* tile) {
+  using X = typename K::X;
+  using Dot = typename K::Dot;
+  constexpr int64_t kPiece = 128 / Dot::kStep;
+  const int64_t units = units_of<K>(columns);
+  product<X, Dot, Contiguous::kAlongT, Update::kStore>(rows, keys, min_of(units, kPiece), lanes,
+                                                       kRow, vectors, tile, kRow);
+  for (int64_t t = kPiece; t < units; t += kPiece) {
+    const Operand piece{rows.data + t * rows.t_stride, rows.m_stride, rows.t_stride};
+    product<X, Dot, Contiguous::kAlongT, Update::kAddSum>(
+        piece, keys, min_of(units - t, kPiece), lanes + t * kRow, kRow, vectors, tile, kRow);
+  }
+}
+
 // S[key][64 queries] = scale Q K^T + bias. A bias of -inf hides the pair: `visible` and `bits` say
 // so.
 template <class K>
@@ -378,8 +403,7 @@ Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
                   Visibility visible, uint64_t* bits, typename K::T* s, typename K::T* scratch) {
   using X = typename K::X;
   const int64_t vectors = vectors_of<K>(rows);
-  product<X, typename K::Dot, Contiguous::kAlongT, Update::kStore>(
-      key_rows, keys, units_of<K>(a.head_dim), query_lanes, kRow, vectors, s, kRow);
+  score_product<K>(key_rows, keys, a.head_dim, query_lanes, vectors, s);
   if constexpr (K::kPairs) scale_tile<K>((typename K::T)a.scale, keys, vectors, s);
   if (!a.bias.data) return visible;
 
