@@ -14,8 +14,6 @@
 
 namespace mha_ext {
 
-constexpr int64_t kMaxHeadDim = 1024;  // of query and key; the head_dim of value has the same limit
-
 // The keyword-only options, as they come from the dispatcher.
 struct Options {
   std::optional<std::string_view> corner;

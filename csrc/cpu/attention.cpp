@@ -89,6 +89,17 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   a.lse = lse.mutable_data_ptr();
   a.lse_low = lse_low.mutable_data_ptr();
   const TypeKernels& kernels = kernels_for(a);
+  const double flops = 2 * pair_count(a) * static_cast<double>(a.head_dim + a.value_dim);
+  if (a.queries <= kFewQueries && a.queries > 0 && a.heads > 0) {
+    const int64_t rows = a.heads / a.kv_heads * a.queries, parts = ceil_div(rows, kFewRows);
+    for_each_task(a.batch * a.kv_heads * parts, flops, kernels.forward_scratch_bytes(a),
+                  [&](int64_t task, void* scratch) {
+                    const int64_t head = task / parts, first = task % parts * kFewRows;
+                    kernels.forward_few(a, head / a.kv_heads, head % a.kv_heads, first,
+                                        std::min(kFewRows, rows - first), scratch);
+                  });
+    return {out, lse, lse_low};
+  }
   // Blocks done together share what they pack; no more of them than leaves every thread a few
   // tasks. A row's result does not depend on that.
   const int64_t blocks = a.batch * a.heads * query_blocks(a);

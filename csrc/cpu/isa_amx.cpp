@@ -140,7 +140,11 @@ struct MultiplyTiles : PairUnits<16> {
 }  // namespace
 }  // namespace mha_ext::cpu
 
+#include "scores-inl.h"
+//
 #include "forward-inl.h"
+//
+#include "few-inl.h"
 //
 #include "backward-inl.h"
 //

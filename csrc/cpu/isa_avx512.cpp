@@ -14,7 +14,11 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 #include "product-inl.h"
 #include "tile-inl.h"
 //
+#include "scores-inl.h"
+//
 #include "forward-inl.h"
+//
+#include "few-inl.h"
 //
 #include "backward-inl.h"
 //

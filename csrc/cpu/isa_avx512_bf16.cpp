@@ -38,7 +38,11 @@ struct MultiplyPairs : PairUnits<1> {
 }  // namespace
 }  // namespace mha_ext::cpu
 
+#include "scores-inl.h"
+//
 #include "forward-inl.h"
+//
+#include "few-inl.h"
 //
 #include "backward-inl.h"
 //

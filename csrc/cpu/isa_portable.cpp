@@ -10,7 +10,11 @@
 #include "product-inl.h"
 #include "tile-inl.h"
 //
+#include "scores-inl.h"
+//
 #include "forward-inl.h"
+//
+#include "few-inl.h"
 //
 #include "backward-inl.h"
 //

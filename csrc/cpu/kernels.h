@@ -17,6 +17,10 @@ HOST_DEVICE KeyRanges key_ranges(const Attention& a) {
   return {max_of(1, ceil_div(a.keys, size)), size};
 }
 
+// Up to so many queries a head, forward takes the rows of all heads that share K and V together, a
+// few at a time.
+constexpr int64_t kFewQueries = 4, kFewRows = 8;
+
 // Whether each pair has its own bias: then backward writes dS itself and no sum is left.
 HOST_DEVICE bool bias_is_dense(const Attention& a, const Pairs& grad_bias) {
   return (grad_bias.batch || a.batch == 1) && (grad_bias.head || a.heads == 1) &&
@@ -40,6 +44,10 @@ struct TypeKernels {
   // Queries [q0, q0 + rows), rows <= 64 group, of head h of batch entry b: out, lse and lse_low.
   void (*forward)(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
                   void* scratch);
+  // The same for rows [first, first + rows), rows <= kFewRows, of the heads of one key/value head,
+  // row = (head, query).
+  void (*forward_few)(const Attention& a, int64_t b, int64_t kv_head, int64_t first, int64_t rows,
+                      void* scratch);
   // delta = rowsum(dO * O) - dL for queries [64 block, …).
   void (*delta)(const Attention& a, const AttentionGrad& g, const void* grad_lse, void* delta,
                 int64_t b, int64_t h, int64_t block);

@@ -16,7 +16,10 @@ template <class K>
 int64_t forward_scratch_bytes(const Attention& a) {
   Arena arena{nullptr};
   ForwardScratch<K> scratch(a, arena);
-  return arena.used + 3 * round_up(kRow * (int64_t)sizeof(typename K::T), 64);
+  const int64_t levels = 3 * round_up(kRow * (int64_t)sizeof(typename K::T), 64);
+  Arena few_arena{nullptr};
+  FewScratch<K> few_scratch(a, few_arena);
+  return max_of(arena.used + levels, few_arena.used);
 }
 
 template <class X, class Dot, class S>
@@ -27,6 +30,7 @@ constexpr TypeKernels type_kernels() {
           backward_scratch_bytes<K>,
           kGroup<K>,
           forward<K>,
+          forward_few<K>,
           delta<K>,
           backward<K>,
           add_ranges<K>,

@@ -14,6 +14,7 @@ namespace mha_ext {
 
 enum class DType : int32_t { kFloat64, kFloat32, kBFloat16, kFloat16 };
 constexpr int kDTypes = 4;
+constexpr int64_t kMaxHeadDim = 1024;  // of query and key; the head_dim of value has the same limit
 
 // [batch, head, row, column] with contiguous columns; strides count elements, 0 = broadcast.
 struct Rows {

@@ -72,6 +72,20 @@ HOST_DEVICE void transpose_bits(uint64_t* words) {
 
 HOST_DEVICE uint64_t first_bits(int64_t n) { return n >= 64 ? ~0ull : (1ull << n) - 1; }
 
+// Visibility of keys [k0, k0 + keys), at most 64, for one query: bit j = key k0 + j.
+HOST_DEVICE uint64_t row_visibility(const Attention& a, int64_t b, int64_t h, int64_t i, int64_t k0,
+                                    int64_t keys) {
+  const Range band = band_keys(a, b, i);
+  const int64_t first = max_of(0, band.begin - k0), last = min_of(keys, band.end - k0);
+  if (last <= first) return 0;
+  const uint64_t word = first_bits(last) & ~first_bits(first);
+  if (!a.mask.data) return word;
+  const char* row =
+      (const char*)a.mask.data +
+      (b * a.mask.batch + h * a.mask.head + i * a.mask.query + k0 * a.mask.key) * a.mask.item_size;
+  return word & mask_row(row, a.mask.key, a.mask.item_size, keys);
+}
+
 enum class Visibility { kEmpty, kPartial, kFull };
 
 // Visibility of the tile of queries [q0, q0 + rows) and keys [k0, k0 + keys), at most 64 of each.

@@ -1,0 +1,151 @@
+// Scores of one tile: scale Q K^T + bias.
+namespace mha_ext::cpu {
+namespace {
+
+// tile *= factor
+template <class K>
+void scale_tile(typename K::T factor, int64_t keys, int64_t vectors, typename K::T* tile) {
+  using X = typename K::X;
+  if (factor == 1) return;
+  const typename X::V f = X::set(factor);
+  for (int64_t n = 0; n < keys; n++)
+    for (int64_t i = 0; i < vectors; i++) {
+      typename K::T* p = tile + n * kRow + i * K::kLanes;
+      X::store(p, X::mul(f, X::load(p)));
+    }
+}
+
+// Q as lanes for the scores. Where a number is wide enough it carries the scale of the scores;
+// bfloat16 does not.
+template <class K>
+void pack_query(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
+                typename K::Unit* to) {
+  pack_lanes<K>(row_of<K>(a.query, b, h, q0), a.query.row, rows, a.head_dim, to);
+  if constexpr (!K::kPairs)
+    scale_tile<K>((typename K::T)a.scale, a.head_dim, vectors_of<K>(rows), to);
+}
+
+// tile[key][64 queries] = sum_d rows[key][d] lanes[d][query]. A long sum is cut in pieces of 128
+// that are added at the end: rounding errors grow with the length of a chain.
+template <class K>
+void score_product(Operand rows, int64_t keys, int64_t columns, const typename K::Unit* lanes,
+                   int64_t vectors, typename K::T* tile) {
+  using X = typename K::X;
+  using Dot = typename K::Dot;
+  constexpr int64_t kPiece = 128 / Dot::kStep;
+  const int64_t units = units_of<K>(columns);
+  product<X, Dot, Contiguous::kAlongT, Update::kStore>(rows, keys, min_of(units, kPiece), lanes,
+                                                       kRow, vectors, tile, kRow);
+  for (int64_t t = kPiece; t < units; t += kPiece) {
+    const Operand piece{rows.data + t * rows.t_stride, rows.m_stride, rows.t_stride};
+    product<X, Dot, Contiguous::kAlongT, Update::kAddSum>(
+        piece, keys, min_of(units - t, kPiece), lanes + t * kRow, kRow, vectors, tile, kRow);
+  }
+}
+
+template <class X, class From>
+typename X::V load_up_to(const From* p, int64_t n) {
+  return n >= X::kLanes ? X::load(p) : X::load(p, n);
+}
+
+// s[n] = sum_d key[n][d] query[d]: a vector of partial sums a key, then a transpose adds them for
+// all keys at once.
+template <class K>
+void few_scores(const typename K::S* key, int64_t stride, int64_t keys, int64_t columns,
+                const typename K::T* query, typename K::T* s) {
+  using X = typename K::X;
+  constexpr int kLanes = K::kLanes;
+  for (int64_t n = 0; n < keys; n += kLanes) {
+    const int64_t height = min_of(kLanes, keys - n);
+    const typename K::S* p = key + n * stride;
+    typename X::V block[kLanes];
+    for (int i = 0; i < kLanes; i++) block[i] = X::zero();
+    int64_t d = 0;
+    if (height == kLanes)
+      for (; d + kLanes <= columns; d += kLanes) {
+        const typename X::V q = X::load(query + d);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++)
+          block[i] = X::fma(X::load(p + i * stride + d), q, block[i]);
+      }
+    for (; d < columns; d += kLanes) {
+      const typename X::V q = X::load(query + d);
+      for (int i = 0; i < height; i++)
+        block[i] = X::fma(load_up_to<X>(p + i * stride + d, columns - d), q, block[i]);
+    }
+    X::transpose(block);
+#pragma GCC unroll 4
+    for (int step = 1; step < kLanes; step *= 2)
+#pragma GCC unroll 16
+      for (int i = 0; i + step < kLanes; i += 2 * step)
+        block[i] = X::add(block[i], block[i + step]);
+    X::store(s + n, block[0]);
+  }
+}
+
+// The query of one row, scaled, in the type of the sums.
+template <class K>
+void scale_query(const Attention& a, int64_t b, int64_t h, int64_t i, typename K::T* to) {
+  using X = typename K::X;
+  const typename K::S* query = row_of<K>(a.query, b, h, i);
+  const typename X::V scale = X::set((typename K::T)a.scale);
+  for (int64_t d = 0; d < a.head_dim; d += K::kLanes)
+    X::store(to + d, X::mul(scale, load_up_to<X>(query + d, a.head_dim - d)));
+}
+
+// Where forward takes a few queries, every other kernel must sum their scores in the same order: P
+// = exp(S - lse) is right only for the S that lse was made of.
+template <class K>
+void few_scores_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
+                     int64_t keys, typename K::T* tile) {
+  typename K::T query[kMaxHeadDim + K::kLanes], s[kTile];
+  const typename K::S* key = row_of<K>(a.key, b, kv_head(a, h), k0);
+  for (int64_t r = 0; r < padded<K>(rows); r++) {
+    if (r < rows) {
+      scale_query<K>(a, b, h, q0 + r, query);
+      few_scores<K>(key, a.key.row, keys, a.head_dim, query, s);
+    }
+    for (int64_t n = 0; n < keys; n++) tile[n * kRow + r] = r < rows ? s[n] : 0;
+  }
+}
+
+// S[key][64 queries] = scale Q K^T + bias. A bias of -inf hides the pair: `visible` and `bits` say
+// so.
+template <class K>
+Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
+                  int64_t keys, const typename K::Unit* query_lanes, Operand key_rows,
+                  Visibility visible, uint64_t* bits, typename K::T* s, typename K::T* scratch) {
+  using X = typename K::X;
+  const int64_t vectors = vectors_of<K>(rows);
+  if (a.queries <= kFewQueries) {
+    few_scores_tile<K>(a, b, h, q0, rows, k0, keys, s);
+  } else {
+    score_product<K>(key_rows, keys, a.head_dim, query_lanes, vectors, s);
+    if constexpr (K::kPairs) scale_tile<K>((typename K::T)a.scale, keys, vectors, s);
+  }
+  if (!a.bias.data) return visible;
+
+  if (a.bias_is_float32)
+    load_pairs<K, float>(a.bias, b, h, q0, rows, k0, keys, scratch);
+  else
+    load_pairs<K, typename K::S>(a.bias, b, h, q0, rows, k0, keys, scratch);
+  const typename X::V hidden = X::set(-(typename K::T)INFINITY);
+  uint64_t any = 0;
+  for (int64_t n = 0; n < keys; n++) {
+    uint64_t minus_infinity = 0;
+    for (int64_t i = 0; i < vectors; i++) {
+      const int64_t at = n * kRow + i * K::kLanes;
+      const typename X::V bias = X::load(scratch + at);
+      minus_infinity |= X::bits(X::eq(bias, hidden)) << (i * K::kLanes);
+      X::store(s + at, X::add(X::load(s + at), bias));
+    }
+    if (minus_infinity && !any && visible == Visibility::kFull)
+      for (int64_t j = 0; j < keys; j++) bits[j] = first_bits(rows);
+    if (minus_infinity) bits[n] &= ~minus_infinity;
+    any |= minus_infinity;
+  }
+  return any ? Visibility::kPartial : visible;
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu
