@@ -100,10 +100,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
                   });
     return {out, lse, lse_low};
   }
-  // Blocks done together share what they pack; no more of them than leaves every thread a few
-  // tasks. A row's result does not depend on that.
+  // Blocks done together share what they pack of K and V; no more of them than leaves every thread
+  // a few tasks. A row's result does not depend on that.
+  const bool in_place = a.key.row == a.head_dim && a.value.row == a.value_dim &&
+                        (a.dtype == DType::kFloat32 || a.dtype == DType::kFloat64);
   const int64_t blocks = a.batch * a.heads * query_blocks(a);
-  const int64_t group = std::clamp<int64_t>(blocks / (4 * at::get_num_threads()), 1, kernels.group);
+  const int64_t group =
+      std::clamp<int64_t>(blocks / (4 * at::get_num_threads()), 1, in_place ? 1 : kernels.group);
   const int64_t parts = ceil_div(query_blocks(a), group);
   for_each_task(
       a.batch * a.heads * parts, 2 * pair_count(a) * static_cast<double>(a.head_dim + a.value_dim),

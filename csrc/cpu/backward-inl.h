@@ -41,9 +41,9 @@ struct BackwardScratch : GradScratch<K> {
     const int64_t range = round_up(min_of(key_ranges(a).size, a.keys), kTile);
     query_rows = arena.take<Unit>(kTile * d);
     grad_out_rows = arena.take<Unit>(kTile * dv);
-    keys_in = arena.take<Unit>(K::kInPlace ? 0 : range * operand_width<K>(a.head_dim));
+    keys_in = arena.take<Unit>(range * operand_width<K>(a.head_dim));
     keys_across = arena.take<Unit>(K::kPairs ? range / 2 * d : 0);
-    values_in = arena.take<Unit>(K::kInPlace ? 0 : range * operand_width<K>(a.value_dim));
+    values_in = arena.take<Unit>(range * operand_width<K>(a.value_dim));
     pairs = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
     pair_rows = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
     grad_query = arena.take<T>(height_of<K>(a.head_dim) * kRow);
@@ -51,7 +51,7 @@ struct BackwardScratch : GradScratch<K> {
     grad_value = arena.take<T>(range * dv);
     one = arena.take<T>(kRow);
     clean = arena.take<typename K::S>(kTile * max_of(a.head_dim, a.value_dim));
-    clean_keys = arena.take<Unit>(K::kInPlace ? 0 : kTile * operand_width<K>(a.head_dim));
+    clean_keys = arena.take<Unit>(kTile * operand_width<K>(a.head_dim));
   }
 };
 

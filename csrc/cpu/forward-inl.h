@@ -14,15 +14,14 @@ struct QueryBlock {
   bool started;  // has met a tile: before that, out holds nothing
 };
 
-// Where K and V must be packed, a few blocks share what is packed.
-template <class K>
-constexpr int64_t kGroup = K::kInPlace ? 1 : 4;
+// Blocks that share what is packed of K and V.
+constexpr int64_t kGroup = 8;
 
 template <class K>
 struct ForwardScratch {
   using T = typename K::T;
   using Unit = typename K::Unit;
-  QueryBlock<K> blocks[kGroup<K>];
+  QueryBlock<K> blocks[kGroup];
   Unit *key, *value, *pairs;
   T *s, *extra;
   uint64_t *bits, *keep;

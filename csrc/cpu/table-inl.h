@@ -28,7 +28,7 @@ constexpr TypeKernels type_kernels() {
   return {sizeof(typename K::T),
           forward_scratch_bytes<K>,
           backward_scratch_bytes<K>,
-          kGroup<K>,
+          kGroup,
           forward<K>,
           forward_few<K>,
           delta<K>,

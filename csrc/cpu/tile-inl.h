@@ -188,32 +188,33 @@ void pack_rows(const typename K::S* from, int64_t stride, int64_t rows, int64_t 
   }
 }
 
-// K or V as A with t = column. Where the storage is what the products read, that is the memory
-// itself.
+// K or V as A with t = column. In place where the rows follow one another in the type that the
+// products read; else packed: rows that stand far apart share few cache sets, and are read once for
+// each block of queries.
 template <class K>
 Operand rows_operand(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns,
                      typename K::Unit* scratch) {
-  constexpr int64_t kUnit = sizeof(typename K::Unit);
-  if constexpr (K::kInPlace) {
-    return {(const char*)from, stride * (int64_t)sizeof(*from), kUnit};
-  } else if constexpr (K::kPairs) {
+  constexpr int64_t kUnit = sizeof(typename K::Unit), kItem = sizeof(typename K::S);
+  const bool dense = stride == columns;
+  if constexpr (K::kPairs) {
     const int64_t units = units_of<K>(columns);
-    if (columns == 2 * units && rows == height_of<K>(rows))
-      return {(const char*)from, stride * (int64_t)sizeof(*from), kUnit};
+    if (dense && columns == 2 * units && rows == height_of<K>(rows))
+      return {(const char*)from, stride * kItem, kUnit};
     for (int64_t r = 0; r < height_of<K>(rows); r++) {
       for (int64_t c = r < rows ? columns / 2 : 0; c < units; c++) scratch[r * units + c] = 0;
       if (r < rows)
-        __builtin_memcpy(scratch + r * units, from + r * stride, (size_t)columns * sizeof(*from));
+        __builtin_memcpy(scratch + r * units, from + r * stride, (size_t)(columns * kItem));
     }
     return {(const char*)scratch, units * kUnit, kUnit};
   } else {
+    if (K::kInPlace && dense) return {(const char*)from, stride * kItem, kUnit};
     const int64_t ld = padded<K>(columns);
     pack_rows<K>(from, stride, rows, columns, scratch, ld);
     return {(const char*)scratch, ld * kUnit, kUnit};
   }
 }
 
-// K or V as A with t = row; key_offset() finds a tile in it.
+// K or V as A with t = row.
 template <class K>
 Operand columns_operand(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns,
                         typename K::Unit* scratch) {
@@ -221,9 +222,9 @@ Operand columns_operand(const typename K::S* from, int64_t stride, int64_t rows,
   if constexpr (K::Dot::kRowBlock > 1) {
     K::Dot::transpose_pairs(from, stride, rows, columns, scratch);
     return {(const char*)scratch, units_of<K>(rows) * kUnit, kUnit};
-  } else if constexpr (K::kInPlace) {
-    return {(const char*)from, kUnit, stride * (int64_t)sizeof(*from)};
   } else {
+    if (K::kInPlace && stride == columns)
+      return {(const char*)from, kUnit, stride * (int64_t)sizeof(*from)};
     const int64_t ld = padded<K>(columns);
     pack_rows<K>(from, stride, rows, columns, scratch, ld);
     return {(const char*)scratch, kUnit, ld * kUnit};
