@@ -27,6 +27,27 @@ std::atomic<bool> forked{false};
 [[maybe_unused]] const int at_fork =
     pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
 
+// Scratch memory of the thread that calls an operator, kept between calls: fresh pages cost more
+// than a small problem.
+char* scratch_memory(int64_t bytes, at::DataPtr& owner) {
+  constexpr int64_t kKept = int64_t{4} << 20;
+  thread_local at::DataPtr kept;
+  thread_local int64_t kept_bytes = 0;
+  const auto aligned = [](const at::DataPtr& memory) {
+    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) &
+                                   ~uintptr_t{63});
+  };
+  if (bytes > kKept) {
+    owner = c10::GetCPUAllocator()->allocate(bytes + 64);
+    return aligned(owner);
+  }
+  if (bytes > kept_bytes) {
+    kept = c10::GetCPUAllocator()->allocate(bytes + 64);
+    kept_bytes = bytes;
+  }
+  return aligned(kept);
+}
+
 // run(task, scratch) for every task, the next free thread taking the next task; what a task
 // computes depends on neither. `flops` is an estimate of the whole: little work is not worth waking
 // threads for.
@@ -39,9 +60,8 @@ void for_each_task(int64_t tasks, double flops, int64_t scratch_bytes, const Run
   if (forked.load(std::memory_order_relaxed) || at::in_parallel_region()) threads = 1;
 
   const int64_t stride = (scratch_bytes + 127) / 64 * 64;
-  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(stride * threads + 64);
-  char* base =
-      reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) & ~uintptr_t{63});
+  at::DataPtr memory;
+  char* base = scratch_memory(stride * threads, memory);
   std::atomic<int64_t> next{0};
   const auto work = [&](int64_t thread) {
     for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;)

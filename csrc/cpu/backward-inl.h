@@ -186,6 +186,7 @@ template <class K>
 struct TilePlace {
   const typename K::S *query, *grad_out, *key;
   int64_t rows, keys, at;
+  bool first;  // of its block: before it, grad_query holds nothing
 };
 
 // grad_value, grad_key and grad_query of one tile, from w.p and w.ds.
@@ -204,10 +205,15 @@ void add_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K
     product<X, Dot, Contiguous::kAlongT, Update::kAdd>(
         tile_operand<K>(w.ds, tile.keys, tile.rows, w.pair_rows), tile.keys, units, w.query_rows,
         ld, ld / K::kLanes, w.grad_key + tile.at * ld, ld);
-  if (g.grad_query.data)
-    product<X, Dot, Contiguous::kAlongM, Update::kAdd>(
-        key_columns, a.head_dim, units_of<K>(tile.keys),
-        tile_vectors<K>(w.ds, tile.keys, vectors, w.pairs), kRow, vectors, w.grad_query, kRow);
+  if (!g.grad_query.data) return;
+  const typename K::Unit* ds = tile_vectors<K>(w.ds, tile.keys, vectors, w.pairs);
+  const int64_t key_units = units_of<K>(tile.keys);
+  if (tile.first)
+    product<X, Dot, Contiguous::kAlongM, Update::kStore>(key_columns, a.head_dim, key_units, ds,
+                                                         kRow, vectors, w.grad_query, kRow);
+  else
+    product<X, Dot, Contiguous::kAlongM, Update::kAdd>(key_columns, a.head_dim, key_units, ds, kRow,
+                                                       vectors, w.grad_query, kRow);
 }
 
 // The same for a partial tile whose operands are not finite.
@@ -268,12 +274,11 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   for (int64_t h = kv * group; h < (kv + 1) * group; h++)
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
-      for (int64_t i = 0; i < height_of<K>(a.head_dim) * kRow; i++) w.grad_query[i] = 0;
       if (a.uniform_empty_rows && g.grad_value.data)
         add_uniform_values<K>(a, g, b, h, q0, rows, begin, end, w);
 
       const Range seen = seen_by_any(a, b, q0, q0 + rows - 1);
-      bool loaded = false, finite = true;
+      bool loaded = false, finite = true, first = true;
       const typename K::S* query = row_of<K>(a.query, b, h, q0);
       const typename K::S* grad_out = row_of<K>(g.grad_out, b, h, q0);
       for (int64_t k0 = begin; k0 < end; k0 += kTile) {
@@ -297,7 +302,8 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
         if (visible == Visibility::kEmpty) continue;
         if (write_bias) store_bias_tile<K>(a, g, b, h, q0, rows, k0, keys, w.one, w.ds);
 
-        const TilePlace<K> tile{query, grad_out, key + at * a.key.row, rows, keys, at};
+        const TilePlace<K> tile{query, grad_out, key + at * a.key.row, rows, keys, at, first};
+        first = false;
         if (visible == Visibility::kPartial &&
             !(finite && all_finite<K>(tile.key, a.key.row, keys, a.head_dim)))
           add_dirty_gradients<K>(a, g, tile, w);
@@ -308,6 +314,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
                            w);
       }
       if (!g.grad_query.data) continue;
+      if (first) __builtin_memset(w.grad_query, 0, (size_t)(a.head_dim * kRow) * sizeof(T));
       if (ranges.count == 1) {
         for (int64_t r = 0; r < kRow; r++) w.high[r] = (T)a.scale;
         transpose_out<X>(w.grad_query, w.high, rows, a.head_dim, row_of<K>(g.grad_query, b, h, q0),

@@ -28,7 +28,8 @@ struct ForwardScratch {
   typename K::S* clean;
 
   ForwardScratch(const Attention& a, Arena& arena) {
-    for (QueryBlock<K>& q : blocks) {
+    for (int64_t i = 0; i < min_of(kGroup, max_of(1, ceil_div(a.queries, kTile))); i++) {
+      QueryBlock<K>& q = blocks[i];
       q.query = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);
       q.out = arena.take<T>(height_of<K>(a.value_dim) * kRow);
       q.m = arena.take<T>(kRow);
