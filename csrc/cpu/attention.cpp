@@ -344,6 +344,24 @@ Tensor attention_weights(const Tensor& query, const Tensor& key, const OptionalT
   return weights;
 }
 
+// to[row] = sum of from[row]. at::sum cuts a single long row by the number of threads; here the
+// order is fixed.
+template <class T>
+void sum_rows(const Tensor& from, const Tensor& to) {
+  constexpr int64_t kSums = 16;
+  const int64_t width = from.size(-1);
+  const T* const data = from.const_data_ptr<T>();
+  T* const result = to.mutable_data_ptr<T>();
+  for_each_task(to.numel(), static_cast<double>(from.numel()), 0, [&](int64_t row, void*) {
+    double sums[kSums] = {};
+    for (int64_t j = 0; j < width; j++)
+      sums[j % kSums] += static_cast<double>(data[row * width + j]);
+    double total = 0;
+    for (const double sum : sums) total += sum;
+    result[row] = static_cast<T>(total);
+  });
+}
+
 // The gradient of P reaches Q, K and the bias through the softmax alone: dS = P o (dP - rowsum(P o
 // dP)). That is the backward of attention with dP given instead of dO V^T.
 std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
@@ -376,9 +394,14 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
   // A hidden pair has P = 0 and an unknown dP: select, do not multiply.
   Tensor grad = grad_weights, delta;
   const auto sum_type = high.scalar_type();
-  delta = at::where(weights.eq(0), at::zeros({}, high.options()),
-                    at::mul(weights.to(sum_type), grad.to(sum_type)))
-              .sum(-1);
+  const Tensor terms = at::where(weights.eq(0), at::zeros({}, high.options()),
+                                 at::mul(weights.to(sum_type), grad.to(sum_type)))
+                           .contiguous();
+  delta = at::empty(terms.sizes().slice(0, 3), high.options());
+  if (sum_type == at::kDouble)
+    sum_rows<double>(terms, delta);
+  else
+    sum_rows<float>(terms, delta);
   if (heads || rows) {  // the rest of P had no use, so its cotangent is zero
     const auto place = [&](const Tensor& part) {
       Tensor whole = part;

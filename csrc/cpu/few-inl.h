@@ -49,6 +49,8 @@ uint64_t few_bias(const Attention& a, int64_t b, FewRow row, int64_t k0, int64_t
     bias[n] = widen(from[n * a.bias.key]);
     hidden |= (uint64_t)(bias[n] == -(typename K::T)INFINITY) << n;
     s[n] += bias[n];
+    if (s[n] == -(typename K::T)INFINITY)
+      s[n] = Exp<typename K::T>::lowest_finite;  // finite stays finite
   }
   return ~hidden;
 }

@@ -72,6 +72,7 @@ struct Exp;
 template <>
 struct Exp<float> {
   static constexpr float magic = 12582912.0f + 127.0f, lowest = -88.2f;
+  static constexpr float lowest_finite = -3.40282347e38f;
   static constexpr float log2e = 1.44269504f, ln2_high = 0.693147182f, ln2_low = -1.90465421e-9f;
   static constexpr int degree = 5;
   static constexpr float coefficient[] = {1.0f,         0.999999707f,  0.499991492f,
@@ -80,6 +81,7 @@ struct Exp<float> {
 template <>
 struct Exp<double> {
   static constexpr double magic = 6755399441055744.0 + 1023.0, lowest = -709.2;
+  static constexpr double lowest_finite = -1.7976931348623157e308;
   static constexpr double log2e = 1.4426950408889634, ln2_high = 0.69314718055994529,
                           ln2_low = 2.3190468138462996e-17;
   static constexpr int degree = 11;

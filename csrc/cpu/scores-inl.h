@@ -130,6 +130,8 @@ Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
   else
     load_pairs<K, typename K::S>(a.bias, b, h, q0, rows, k0, keys, scratch);
   const typename X::V hidden = X::set(-(typename K::T)INFINITY);
+  // A finite bias stays finite when the score is added; NaN stays NaN.
+  const typename X::V finite = X::set(Exp<typename K::T>::lowest_finite);
   uint64_t any = 0;
   for (int64_t n = 0; n < keys; n++) {
     uint64_t minus_infinity = 0;
@@ -137,7 +139,7 @@ Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
       const int64_t at = n * kRow + i * K::kLanes;
       const typename X::V bias = X::load(scratch + at);
       minus_infinity |= X::bits(X::eq(bias, hidden)) << (i * K::kLanes);
-      X::store(s + at, X::add(X::load(s + at), bias));
+      X::store(s + at, X::max(finite, X::add(X::load(s + at), bias)));
     }
     if (minus_infinity && !any && visible == Visibility::kFull)
       for (int64_t j = 0; j < keys; j++) bits[j] = first_bits(rows);

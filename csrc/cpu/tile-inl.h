@@ -51,7 +51,7 @@ struct Arena {
   int64_t used = 0;
   template <class Type>
   Type* take(int64_t count) {
-    Type* p = (Type*)(base + used);
+    Type* p = base ? (Type*)(base + used) : nullptr;
     used += round_up(count * (int64_t)sizeof(Type), 64);
     return p;
   }
@@ -202,7 +202,7 @@ Operand rows_operand(const typename K::S* from, int64_t stride, int64_t rows, in
       return {(const char*)from, stride * kItem, kUnit};
     for (int64_t r = 0; r < height_of<K>(rows); r++) {
       for (int64_t c = r < rows ? columns / 2 : 0; c < units; c++) scratch[r * units + c] = 0;
-      if (r < rows)
+      if (r < rows && columns)
         __builtin_memcpy(scratch + r * units, from + r * stride, (size_t)(columns * kItem));
     }
     return {(const char*)scratch, units * kUnit, kUnit};
