@@ -139,8 +139,7 @@ void add_values(const Attention& a, const typename K::S* value, Operand columns,
   }
 }
 
-// m, l and (with_values) the unnormalised output of `count` blocks of queries, rows [q0, q0 +
-// rows).
+// m, l and (with_values) the unnormalised output of queries [q0, q0 + rows), up to kGroup blocks.
 template <class K>
 void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, bool with_values,
                ForwardScratch<K>& w) {
