@@ -1,8 +1,9 @@
 """Compiles csrc/ into mha_ext._C against the torch of the environment that is installed into.
 
 Everything that does not depend on that torch is in pyproject.toml. Environment: CXX, CXXFLAGS,
-LDFLAGS, MAX_JOBS (compilers at once), MHA_EXT_TORCH_SITE (the site-packages whose torch to use) and
-MHA_EXT_WERROR (1: warnings are errors, as in editable builds; 0: they are not).
+LDFLAGS, MAX_JOBS (compilers at once), MHA_EXT_ISAS (the instruction sets to compile),
+MHA_EXT_TORCH_SITE (the site-packages whose torch to use) and MHA_EXT_WERROR (1: warnings are
+errors, as in editable builds; 0: they are not).
 """
 
 from __future__ import annotations

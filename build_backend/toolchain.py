@@ -77,13 +77,25 @@ def is_kernel(source: Path) -> bool:
 
 
 def sources(root: Path, x86: bool) -> list[Path]:
-    """What is compiled, kernels (the slowest) first; x86 kernels only for x86-64."""
+    """What is compiled, kernels (the slowest) first; x86 kernels only for x86-64.
+
+    MHA_EXT_ISAS, instruction sets with commas between them, leaves out all but these and portable.
+    """
     found = sorted(root.glob("csrc/*.cpp")) + sorted(root.glob("csrc/cpu/*.cpp"))
-    chosen = [
+    isas = {path.stem.removeprefix("isa_"): path for path in found if path.stem.startswith("isa_")}
+    asked = {name for name in os.environ.get("MHA_EXT_ISAS", "").split(",") if name}
+    if unknown := asked - set(isas):
+        fail(
+            f"MHA_EXT_ISAS must name instruction sets of {', '.join(isas)}, but it names "
+            f"{', '.join(sorted(unknown))}"
+        )
+    unwanted = {
         path
-        for path in found
-        if x86 or not (path.name.startswith("isa_") and "<immintrin.h>" in path.read_text())
-    ]
+        for name, path in isas.items()
+        if (asked and name not in asked | {"portable"})
+        or (not x86 and "<immintrin.h>" in path.read_text())
+    }
+    chosen = [path for path in found if path not in unwanted]
     return sorted(chosen, key=lambda path: not is_kernel(path))
 
 

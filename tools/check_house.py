@@ -116,7 +116,7 @@ def weak_symbols() -> list[str]:
             if answer.returncode != 0:
                 return [f"{path.relative_to(ROOT)} does not compile: {answer.stderr.strip()}"]
             symbols = subprocess.run(["nm", "-C", target], capture_output=True, text=True).stdout
-        weak = re.findall(r"^[0-9a-f ]{16} ([VWuvw]) (.*)$", symbols, re.MULTILINE)
+        weak = re.findall(r"^[0-9a-f]{16} ([VWuvw]) (.*)$", symbols, re.MULTILINE)
         return [f"{path.relative_to(ROOT)}: weak symbol: {kind} {name}" for kind, name in weak]
 
     with ThreadPoolExecutor(toolchain.job_count()) as pool:

@@ -23,8 +23,10 @@
 
 namespace mha_ext::cpu {
 
+// Weak: a build may leave all but the portable one out, and then their address is null.
 #if MHA_EXT_X86
-extern const Kernels kAmx, kAvx512Bf16, kAvx512, kAvx2;
+extern const Kernels kAmx [[gnu::weak]], kAvx512Bf16 [[gnu::weak]], kAvx512 [[gnu::weak]],
+    kAvx2 [[gnu::weak]];
 #endif
 extern const Kernels kPortable;
 
@@ -71,24 +73,39 @@ const Isa kOther[] = {{&kAmx, has_amx},
                       {&kAvx512, has_avx512},
                       {&kAvx2, has_avx2},
                       {&kPortable, always}};
-constexpr int kCount = 5;
-const Isa* isas() {
-  static const Isa* list = [] {
+// Those of the list that were compiled.
+struct List {
+  Isa isas[5];
+  int count = 0;
+  template <int n>
+  explicit List(const Isa (&all)[n]) {
+    for (const Isa& isa : all)
+      if (isa.kernels) isas[count++] = isa;
+  }
+};
+const List& list() {
+  static const List found = [] {
     __builtin_cpu_init();
-    return __builtin_cpu_is("intel") ? kIntel : kOther;
+    return __builtin_cpu_is("intel") ? List(kIntel) : List(kOther);
   }();
-  return list;
+  return found;
 }
 #else
-const Isa kOnly[] = {{&kPortable, always}};
-constexpr int kCount = 1;
-const Isa* isas() { return kOnly; }
+struct List {
+  Isa isas[1] = {{&kPortable, always}};
+  int count = 1;
+};
+const List& list() {
+  static const List found;
+  return found;
+}
 #endif
 
 const Kernels* find(const char* name) {
-  for (int i = 0; i < kCount; i++)
-    if (isas()[i].supported() && (!name || !strcmp(name, isas()[i].kernels->name)))
-      return isas()[i].kernels;
+  for (int i = 0; i < list().count; i++) {
+    const Isa& isa = list().isas[i];
+    if (isa.supported() && (!name || !strcmp(name, isa.kernels->name))) return isa.kernels;
+  }
   return nullptr;
 }
 
@@ -131,9 +148,9 @@ double best_rate(double seconds, Run run) {
 }  // namespace
 
 const Kernels& active_kernels() { return *active(); }
-int isa_count() { return kCount; }
-const char* isa_name(int index) { return isas()[index].kernels->name; }
-bool isa_supported(int index) { return isas()[index].supported(); }
+int isa_count() { return list().count; }
+const char* isa_name(int index) { return list().isas[index].kernels->name; }
+bool isa_supported(int index) { return list().isas[index].supported(); }
 const char* active_isa() { return active()->name; }
 
 bool select_isa(const char* name) {
