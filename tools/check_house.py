@@ -51,7 +51,8 @@ MUST_NOT = [
     ("mha_ext/functional.py", r"^from mha_ext\.modules|mha_ext import modules", "one way through"),
 ]
 SPEAKS_TORCH = re.compile(
-    r"csrc/((ops|problem|autograd|autocast|meta|composite)\.(h|cpp)|(cpu|cuda)/attention\.cpp)"
+    r"csrc/((ops|problem|autograd|autocast|meta|composite)\.(h|cpp)|(cpu|cuda)/attention\.cpp"
+    r"|cpu/schedule\.h)"
 )
 REFERENCE_IMPORTS = {"__future__", "collections", "math", "torch", "typing"}
 WORDS = [

@@ -1,16 +1,11 @@
 // The CPU key of the four operators: describe the problem, allocate, hand tiles to the threads.
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/Allocator.h>
-#include <c10/core/CPUAllocator.h>
-#include <pthread.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
 #include <tuple>
 #include <vector>
@@ -18,60 +13,10 @@
 #include "../ops.h"
 #include "../problem.h"
 #include "kernels.h"
+#include "schedule.h"
 
 namespace mha_ext::cpu {
 namespace {
-
-// OpenMP's threads do not survive a fork: in the child, work runs on the calling thread.
-std::atomic<bool> forked{false};
-[[maybe_unused]] const int at_fork =
-    pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
-
-// Scratch memory of the thread that calls an operator, kept between calls: fresh pages cost more
-// than a small problem.
-char* scratch_memory(int64_t bytes, at::DataPtr& owner) {
-  constexpr int64_t kKept = int64_t{4} << 20;
-  thread_local at::DataPtr kept;
-  thread_local int64_t kept_bytes = 0;
-  const auto aligned = [](const at::DataPtr& memory) {
-    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) &
-                                   ~uintptr_t{63});
-  };
-  if (bytes > kKept) {
-    owner = c10::GetCPUAllocator()->allocate(bytes + 64);
-    return aligned(owner);
-  }
-  if (bytes > kept_bytes) {
-    kept = c10::GetCPUAllocator()->allocate(bytes + 64);
-    kept_bytes = bytes;
-  }
-  return aligned(kept);
-}
-
-// run(task, scratch) for every task, the next free thread taking the next task; what a task
-// computes depends on neither. `flops` is an estimate of the whole: little work is not worth waking
-// threads for.
-template <class Run>
-void for_each_task(int64_t tasks, double flops, int64_t scratch_bytes, const Run& run) {
-  if (tasks == 0) return;
-  constexpr double kFlopsWorthAThread = 1e6;
-  int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);
-  threads = std::min<int64_t>(threads, 1 + static_cast<int64_t>(flops / kFlopsWorthAThread));
-  if (forked.load(std::memory_order_relaxed) || at::in_parallel_region()) threads = 1;
-
-  const int64_t stride = (scratch_bytes + 127) / 64 * 64;
-  at::DataPtr memory;
-  char* base = scratch_memory(stride * threads, memory);
-  std::atomic<int64_t> next{0};
-  const auto work = [&](int64_t thread) {
-    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;)
-      run(task, base + thread * stride);
-  };
-  if (threads == 1) return work(0);
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t thread = begin; thread < end; thread++) work(thread);
-  });
-}
 
 // Some queries of one head; later ones first, since under a causal mask they see more keys.
 struct QueryTask {
