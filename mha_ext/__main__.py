@@ -111,7 +111,7 @@ def _cases(arguments: argparse.Namespace) -> list[peers.Case]:
         changes["dropout"] = arguments.dropout
     if not any(given):
         cases: Sequence[peers.Case] = peers.CASES
-        if arguments.mask == "causal":
+        if arguments.mask in peers.SQUARE_MASKS:
             cases = tuple(case for case in cases if case.queries == case.keys)
         return [replace(case, **changes) for case in cases]  # type: ignore[arg-type]
     queries = arguments.queries or (arguments.keys or 512)

@@ -36,7 +36,8 @@ def exact_results(inputs: Inputs, level: Level, grad_out: Tensor) -> Exact:
     if case.scores > SCORES_CHECKED_IN_FULL:
         rows = torch.linspace(0, case.queries - 1, min(32, case.queries)).long()
         rows = rows.to(grad_out.device)
-        keep = _rows_of_mask(inputs, rows)
+        keep = inputs.keep(rows)
+        keep = None if keep is None else keep[:1]
         key = x.tensors.get("key", x.tensors["query"])  # self-attention in a layer: all its tokens
         x.tensors = {name: tensor[:1].detach() for name, tensor in x.tensors.items()}
         x.tensors["query"] = x.tensors["query"].index_select(-2, rows)
@@ -62,16 +63,6 @@ def exact_results(inputs: Inputs, level: Level, grad_out: Tensor) -> Exact:
 
 def _leaf64(tensor: Tensor) -> Tensor:
     return tensor.detach().double().requires_grad_(tensor.requires_grad)
-
-
-def _rows_of_mask(inputs: Inputs, rows: Tensor) -> Tensor | None:
-    """[1, 1, len(rows), Lk]: these rows of the mask of batch entry 0, never the whole mask."""
-    keys = torch.arange(inputs.case.keys, device=rows.device)
-    if inputs.case.mask == "causal":
-        return (keys <= rows[:, None])[None, None]
-    if inputs.lengths is not None:
-        return (keys < inputs.lengths[0])[None, None, None]
-    return None if inputs.random is None else inputs.random[:1, :, rows]
 
 
 @dataclass
@@ -115,7 +106,7 @@ def verify(runs: Sequence[Run], inputs: Inputs, level: Level) -> dict[str, Resul
         if exact.rows is not None:
             out = out[:1].index_select(-2, exact.rows)
         pairs = {"out": (out, exact.out)}
-        if gradients:
+        if gradients and run.differentiable:
             for name, grad in _split_in_proj(run.gradients(inputs, grad_out)).items():
                 pairs[name] = (grad, gradients[name])
         for name, (found, wanted) in pairs.items():

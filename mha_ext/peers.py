@@ -7,9 +7,9 @@ for nn.MultiheadAttention.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 import mha_ext
 
-MaskKind = Literal["none", "causal", "padding", "random", "bias"]
+MaskKind = Literal["none", "causal", "padding", "random", "bias", "blocks", "window"]
 Level = Literal["attention", "layer"]
-MASKS: tuple[MaskKind, ...] = ("none", "causal", "padding", "random", "bias")
+MASKS: tuple[MaskKind, ...] = get_args(MaskKind)
+SQUARE_MASKS = ("causal", "window")  # they need as many keys as queries
+BLOCK = 64  # the side of a block of a block-sparse mask
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -43,6 +45,9 @@ class Case:
     dropout: float = 0.0
     training: bool = True  # False: forward only
     layer: bool = True  # False: only the attention (a KV cache holds projected keys)
+    value_dim: int | None = None  # of a head; other than head_dim only without a layer
+    window: int = 128  # mask "window": the keys before a query's own position that it sees
+    bias_gradient: bool = True  # mask "bias": whether the bias is differentiated too
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "queries", "keys", "head_dim"):
@@ -52,10 +57,15 @@ class Case:
             raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
         if self.mask not in MASKS:
             raise ValueError(f"mask must be one of {', '.join(MASKS)}, got {self.mask!r}")
-        if self.mask == "causal" and self.queries != self.keys:
+        if self.mask in SQUARE_MASKS and self.queries != self.keys:
             raise ValueError(
-                f"mask causal needs as many keys as queries, got {self.keys} and {self.queries}"
+                f"mask {self.mask} needs as many keys as queries, "
+                f"got {self.keys} and {self.queries}"
             )
+        if self.window < 0:
+            raise ValueError(f"window must be at least 0, got {self.window}")
+        if self.value_dim is not None and self.value_dim < 1:
+            raise ValueError(f"value_dim must be at least 1, got {self.value_dim}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
 
@@ -68,6 +78,11 @@ class Case:
         return self.heads * self.head_dim
 
     @property
+    def value_width(self) -> int:
+        """Of a head."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
     def scores(self) -> int:
         """The elements of the score matrices that eager PyTorch writes."""
         return self.batch * self.heads * self.queries * self.keys
@@ -77,18 +92,46 @@ class Case:
         shortest = max(1, self.keys // 4)
         return torch.linspace(self.keys, shortest, self.batch).round().to(torch.int64)
 
-    def flops(self, level: Level, backward: bool) -> float:
-        """Useful floating-point operations: 4 per visible pair and column, 2.5 times that backward.
+    def blocks(self) -> Tensor:
+        """[Lq / BLOCK, Lk / BLOCK] bool: the blocks of mask "blocks", the diagonal and a quarter."""
+        sides = (-(-self.queries // BLOCK), -(-self.keys // BLOCK))
+        kept = torch.rand(sides, generator=torch.Generator().manual_seed(0)) < 0.25
+        kept[:, 0] |= ~kept.any(1)  # no query without any key
+        return kept | torch.eye(*sides, dtype=torch.bool)
 
-        Half the pairs count under a causal mask, the keys that exist under a padding mask.
+    def block_mask(self) -> Tensor:
+        """[Lq, Lk] bool: `blocks`, pair by pair."""
+        mask = self.blocks().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        return mask[: self.queries, : self.keys].contiguous()
+
+    def visible(self) -> float:
+        """The share of all pairs that count as useful work.
+
+        Half of them under a causal mask, the keys that exist under a padding mask, what the blocks
+        or the window show; all under a random mask, none of whose tiles is empty.
         """
-        pairs: float = self.batch * self.queries * self.keys
         if self.mask == "causal":
-            pairs /= 2
-        elif self.mask == "padding":
-            pairs = self.queries * float(self.lengths().sum())
-        attention = 4 * self.heads * self.head_dim * pairs
-        total = attention * (3.5 if backward else 1)
+            return 0.5
+        if self.mask == "padding":
+            return float(self.lengths().sum()) / (self.batch * self.keys)
+        if self.mask == "blocks":
+            return float(self.block_mask().double().mean())
+        if self.mask == "window":
+            width = min(self.window, self.keys - 1)
+            shown = (width + 1) * self.keys - width * (width + 1) / 2
+            return shown / self.keys**2
+        return 1.0
+
+    def flops(self, level: Level, backward: bool) -> float:
+        """Useful floating-point operations: 2 per visible pair and column of a product.
+
+        Forward multiplies by K and V once each. Backward makes five products: three over head_dim,
+        two over value_dim. With `backward`: of both together.
+        """
+        pairs = 2 * self.heads * self.visible() * self.batch * self.queries * self.keys
+        total = pairs * (self.head_dim + self.value_width)
+        if backward:
+            total += pairs * (3 * self.head_dim + 2 * self.value_width)
         if level == "layer":
             tokens = 2 * self.queries * self.width
             tokens += 2 * self.keys * self.key_heads * self.head_dim
@@ -112,26 +155,33 @@ class Inputs:
 
     case: Case
     tensors: dict[str, Tensor]  # query, key, value (attention); query and perhaps key (layer)
-    bias: Tensor | None = None  # [1, H, Lq, Lk], differentiated
+    bias: Tensor | None = None  # [1, H, Lq, Lk]
     lengths: Tensor | None = None  # [B]
-    random: Tensor | None = None  # [B, 1, Lq, Lk] bool
+    mask: Tensor | None = None  # [B or 1, 1, Lq, Lk] bool, True = attend: random or by blocks
 
     @property
     def leaves(self) -> dict[str, Tensor]:
         """What is differentiated."""
-        return self.tensors if self.bias is None else {**self.tensors, "bias": self.bias}
+        if self.bias is None or not self.case.bias_gradient:
+            return self.tensors
+        return {**self.tensors, "bias": self.bias}
 
-    def keep(self) -> Tensor | None:
-        """What may be attended to, as one bool tensor [B or 1, 1, Lq or 1, Lk], or None."""
-        device = self.tensors["query"].device
-        if self.case.mask == "causal":
-            return torch.ones(
-                1, 1, self.case.queries, self.case.keys, dtype=torch.bool, device=device
-            ).tril_()
+    def keep(self, rows: Tensor | None = None) -> Tensor | None:
+        """What may be attended to, as one bool tensor [B or 1, 1, Lq or 1, Lk], or None.
+
+        rows: int64, the queries wanted; the tensor holds those alone.
+        """
+        case, device = self.case, self.tensors["query"].device
+        keys = torch.arange(case.keys, device=device)
+        if case.mask in SQUARE_MASKS:
+            queries = torch.arange(case.queries, device=device) if rows is None else rows
+            seen = keys <= queries[:, None]
+            if case.mask == "window":
+                seen &= keys >= queries[:, None] - case.window
+            return seen[None, None]
         if self.lengths is not None:
-            keys = torch.arange(self.case.keys, device=device)
             return (keys < self.lengths[:, None])[:, None, None]
-        return self.random
+        return self.mask if self.mask is None or rows is None else self.mask[:, :, rows]
 
 
 def make_inputs(case: Case, level: Level, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -144,12 +194,12 @@ def make_inputs(case: Case, level: Level, dtype: torch.dtype, device: torch.devi
 
     tensors: dict[str, Tensor] = {}
     if level == "attention":
-        for name, length, heads in (
-            ("query", case.queries, case.heads),
-            ("key", case.keys, case.key_heads),
-            ("value", case.keys, case.key_heads),
+        for name, length, heads, width in (
+            ("query", case.queries, case.heads, case.head_dim),
+            ("key", case.keys, case.key_heads, case.head_dim),
+            ("value", case.keys, case.key_heads, case.value_width),
         ):
-            tensors[name] = normal(case.batch, length, heads, case.head_dim).transpose(1, 2)
+            tensors[name] = normal(case.batch, length, heads, width).transpose(1, 2)
     else:
         tensors["query"] = normal(case.batch, case.queries, case.width)
         if case.queries != case.keys:
@@ -160,11 +210,11 @@ def make_inputs(case: Case, level: Level, dtype: torch.dtype, device: torch.devi
     elif case.mask == "padding":
         inputs.lengths = case.lengths().to(device)
     elif case.mask == "random":
-        inputs.random = (
-            torch.rand(case.batch, 1, case.queries, case.keys, generator=generator) < 0.5
-        )
-        inputs.random[..., 0] = True  # a row without any key is NaN in eager PyTorch
-        inputs.random = inputs.random.to(device)
+        mask = torch.rand(case.batch, 1, case.queries, case.keys, generator=generator) < 0.5
+        mask[..., 0] = True  # a row without any key is NaN in eager PyTorch
+        inputs.mask = mask.to(device)
+    elif case.mask == "blocks":
+        inputs.mask = case.block_mask()[None, None].to(device)
     for leaf in inputs.leaves.values():
         leaf.requires_grad_(case.training)
     return inputs
@@ -217,17 +267,36 @@ def _sdpa_core(inputs: Inputs) -> Core:
 
 def _own_options(inputs: Inputs) -> dict[str, Any]:
     return {
-        "mask": inputs.random,
+        "mask": inputs.mask,
         "bias": inputs.bias,
         "key_lengths": inputs.lengths,
         "causal": inputs.case.mask == "causal",
     }
 
 
+def _own_window(case: Case) -> tuple[int, int] | None:
+    return (case.window, 0) if case.mask == "window" else None
+
+
 def _own_core(inputs: Inputs) -> Core:
-    options = _own_options(inputs)
-    dropout = inputs.case.dropout
-    return lambda q, k, v: mha_ext.attention(q, k, v, dropout_p=dropout, **options)
+    case = inputs.case
+    given = _own_options(inputs)  # what is not asked for is not passed
+    options = {
+        name: value for name, value in given.items() if value is not None and value is not False
+    }
+    if case.mask == "window":
+        options["window"] = _own_window(case)
+    if case.dropout:
+        options["dropout_p"] = case.dropout
+    return lambda q, k, v: mha_ext.attention(q, k, v, **options)
+
+
+def _compiled_core(inputs: Inputs) -> Core:
+    torch._dynamo.reset()  # graphs of earlier cases would count towards its limit
+    keep, bias, dropout = inputs.keep(), inputs.bias, inputs.case.dropout
+    hidden = None if keep is None else ~keep
+    compiled = torch.compile(eager_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, hidden, bias, dropout)
 
 
 class Projected(nn.Module):
@@ -260,6 +329,8 @@ class Run:
     name: str
     forward: Callable[[Inputs], Tensor]
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    differentiable: bool = True
+    floor: bool = False  # no attention, but what it cannot be faster than: not verified
 
     def call(self, inputs: Inputs) -> Tensor:
         """Forward only."""
@@ -273,15 +344,27 @@ class Run:
         return dict(zip(leaves, grads, strict=True))
 
 
-def attention_runs(inputs: Inputs) -> list[Run]:
-    """Eager, F.scaled_dot_product_attention and mha_ext on the same [B, H, L, D] tensors."""
+CORES: dict[str, Callable[[Inputs], Core]] = {
+    "eager": _eager_core,
+    "SDPA": _sdpa_core,
+    "torch.compile": _compiled_core,
+    "mha_ext": _own_core,
+}
 
-    def run(name: str, core: Core) -> Run:
-        return Run(name, lambda x: core(x.tensors["query"], x.tensors["key"], x.tensors["value"]))
 
-    cores = {"eager": _eager_core, "SDPA": _sdpa_core, "mha_ext": _own_core}
+def attention_run(name: str, core: Core) -> Run:
+    """`core` on the tensors of an attention problem."""
+    return Run(name, lambda x: core(x.tensors["query"], x.tensors["key"], x.tensors["value"]))
+
+
+def attention_runs(
+    inputs: Inputs, names: Sequence[str] = ("eager", "SDPA", "mha_ext")
+) -> list[Run]:
+    """The implementations of CORES that are named, on the same [B, H, L, D] tensors."""
     return [
-        run(name, make(inputs)) for name, make in cores.items() if _affordable(name, inputs.case)
+        attention_run(name, make(inputs))
+        for name, make in CORES.items()
+        if name in names and _affordable(name, inputs.case)
     ]
 
 
@@ -335,6 +418,7 @@ def _own_layer(inputs: Inputs, plain: Projected) -> Run:
         case.heads,
         num_kv_heads=case.key_heads,
         dropout=case.dropout,
+        window=_own_window(case),
         dtype=weight.dtype,
         device=weight.device,
     )
@@ -371,10 +455,10 @@ def _torch_layer(inputs: Inputs, plain: Projected) -> Run:
     options: dict[str, Any] = {"need_weights": False, "is_causal": case.mask == "causal"}
     if keep is not None and case.mask == "padding":
         options["key_padding_mask"] = ~keep[:, 0, 0]
-    elif keep is not None and case.mask == "causal":
+    elif keep is not None and case.mask in SQUARE_MASKS:
         options["attn_mask"] = ~keep[0, 0]
     elif keep is not None:
-        options["attn_mask"] = (~keep).expand(-1, case.heads, -1, -1).flatten(0, 1)
+        options["attn_mask"] = (~keep).expand(case.batch, case.heads, -1, -1).flatten(0, 1)
 
     def forward(x: Inputs) -> Tensor:
         query, key = tokens(x)
@@ -388,7 +472,10 @@ def _torch_layer(inputs: Inputs, plain: Projected) -> Run:
 
 def _affordable(name: str, case: Case) -> bool:
     """Whether the score matrices that `name` would write fit into half of the free memory."""
-    quadratic = name == "eager" or (name != "mha_ext" and (case.dropout or case.mask == "bias"))
+    quadratic = name in ("eager", "torch.compile") or (
+        name != "mha_ext"
+        and (case.dropout > 0 or case.mask == "bias" or case.value_width != case.head_dim)
+    )
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not a Unix, or it does not say
@@ -398,7 +485,8 @@ def _affordable(name: str, case: Case) -> bool:
 
 def levels(case: Case) -> tuple[Level, ...]:
     """What is measured of a case."""
-    return ("attention", "layer") if case.layer else ("attention",)
+    both = case.layer and case.value_width == case.head_dim
+    return ("attention", "layer") if both else ("attention",)
 
 
 def prepare(

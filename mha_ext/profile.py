@@ -11,14 +11,12 @@ import itertools
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +26,7 @@ from mha_ext import _C
 from mha_ext.exact import Result, verify
 from mha_ext.peers import CASES, DTYPES, Case, Inputs, Level, Run, levels, prepare
 from mha_ext.report import Row, print_table, progress
+from mha_ext.timing import alternate
 
 # Inputs that a decoding step would find in a cache are rotated through this many bytes.
 _ROTATED_BYTES = 2**28
@@ -44,44 +43,6 @@ def _rotation(inputs: Inputs) -> list[Inputs]:
             replace(inputs, tensors={n: t.detach().clone() for n, t in inputs.tensors.items()})
         )
     return copies
-
-
-def _clock(call: Callable[[], object], times: int, device: torch.device) -> float:
-    """Seconds of one call, over `times` of them."""
-    if device.type == "cuda":
-        event: Any = torch.cuda.Event
-        start, end = event(enable_timing=True), event(enable_timing=True)
-        start.record()
-        for _ in range(times):
-            call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e-3 / times
-    begin = time.perf_counter()
-    for _ in range(times):
-        call()
-    return (time.perf_counter() - begin) / times
-
-
-def alternate(
-    calls: dict[str, Callable[[], object]],
-    device: torch.device,
-    seconds: float,
-    repeats: int | None = None,
-) -> dict[str, float]:
-    """The median seconds of each call, taken in turns for `seconds` (or `repeats` rounds)."""
-    times = {}
-    for name, call in calls.items():
-        _clock(call, 1, device)
-        times[name] = min(1000, max(1, round(2e-3 / max(_clock(call, 1, device), 1e-7))))
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    end = time.perf_counter() + seconds
-    for done in itertools.count(1):
-        for name, call in calls.items():
-            samples[name].append(_clock(call, times[name], device))
-        if done >= (repeats or 3) and (repeats or done >= 200 or time.perf_counter() > end):
-            break
-    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def _forward_call(run: Run, copies: list[Inputs]) -> Callable[[], object]:
@@ -237,7 +198,8 @@ def _measure_one(
 
     copies = _rotation(inputs)
     calls = {run.name: _forward_call(run, copies) for run in runs}
-    for name, found in alternate(calls, device, seconds, repeats).items():
+    for name, samples in alternate(calls, device, seconds, repeats).items():
+        found = samples.median
         results[name].forward_ms = found * 1e3
         moved = sum(t.numel() * t.element_size() for t in inputs.tensors.values())
         moved += case.batch * case.queries * case.width * dtype.itemsize
@@ -247,8 +209,8 @@ def _measure_one(
     if case.training:
         grad_out = torch.ones_like(runs[0].call(inputs))
         calls = {run.name: _training_call(run, inputs, grad_out) for run in runs}
-        for name, found in alternate(calls, device, seconds, repeats).items():
-            results[name].training_ms = found * 1e3
+        for name, samples in alternate(calls, device, seconds, repeats).items():
+            results[name].training_ms = samples.median * 1e3
     if device.type == "cuda":
         for run in runs:
             call = _memory_call(run, inputs)
