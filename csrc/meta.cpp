@@ -15,7 +15,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(
     double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin) {
   check_shapes(query, key, &value, mask, bias, key_lengths, seed,
                {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin});
-  return empty_forward(query, value);
+  return {empty_out(query, value), empty_lse(query), empty_lse(query)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
@@ -28,6 +28,44 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   check_shapes(query, key, &value, mask, bias, key_lengths, seed,
                {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin});
   check_saved(grad_out, grad_lse, query, value, out, lse, lse_low);
+  return {empty_grad(query, output_mask[0]), empty_grad(key, output_mask[1]),
+          empty_grad(value, output_mask[2]), empty_grad_bias(query, bias, output_mask[3])};
+}
+
+std::tuple<Tensor, Tensor> forward_tangent(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
+    const Tensor& lse, const OptionalTensor& lse_low, const OptionalTensor& query_tangent,
+    const OptionalTensor& key_tangent, const OptionalTensor& value_tangent,
+    const OptionalTensor& bias_tangent, const OptionalTensor& mask, const OptionalTensor& bias,
+    const OptionalTensor& key_lengths, const OptionalTensor& seed, OptionalString corner,
+    OptionalSymInt window_left, OptionalSymInt window_right, double dropout_p, double scale,
+    bool uniform_empty_rows, c10::SymIntArrayRef origin) {
+  check_shapes(query, key, &value, mask, bias, key_lengths, seed,
+               {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin});
+  check_saved(/*grad_out=*/std::nullopt, /*grad_lse=*/std::nullopt, query, value, out, lse,
+              lse_low);
+  check_tangents({query_tangent, key_tangent, value_tangent, bias_tangent}, query, key, value,
+                 bias);
+  return {empty_out(query, value), empty_lse(query)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward_tangent(
+    const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& lse_low,
+    const OptionalTensor& out_tangent, const OptionalTensor& lse_tangent,
+    const OptionalTensor& query_tangent, const OptionalTensor& key_tangent,
+    const OptionalTensor& value_tangent, const OptionalTensor& bias_tangent,
+    const OptionalTensor& grad_out_tangent, const OptionalTensor& grad_lse_tangent,
+    const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_lengths,
+    const OptionalTensor& seed, OptionalString corner, OptionalSymInt window_left,
+    OptionalSymInt window_right, double dropout_p, double scale, bool uniform_empty_rows,
+    c10::SymIntArrayRef origin, std::array<bool, 4> output_mask) {
+  check_shapes(query, key, &value, mask, bias, key_lengths, seed,
+               {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin});
+  check_saved(grad_out, grad_lse, query, value, out, lse, lse_low);
+  check_tangents({query_tangent, key_tangent, value_tangent, bias_tangent}, query, key, value,
+                 bias);
+  check_saved_tangents({out_tangent, lse_tangent, grad_out_tangent, grad_lse_tangent}, out, lse);
   return {empty_grad(query, output_mask[0]), empty_grad(key, output_mask[1]),
           empty_grad(value, output_mask[2]), empty_grad_bias(query, bias, output_mask[3])};
 }
@@ -65,6 +103,8 @@ std::tuple<Tensor, Tensor, Tensor> weights_backward(
 TORCH_LIBRARY_IMPL(mha_ext, Meta, m) {
   m.impl("attention_forward", TORCH_FN(forward));
   m.impl("attention_backward", TORCH_FN(backward));
+  m.impl("attention_forward_tangent", TORCH_FN(forward_tangent));
+  m.impl("attention_backward_tangent", TORCH_FN(backward_tangent));
   m.impl("attention_weights", TORCH_FN(weights));
   m.impl("attention_weights_backward", TORCH_FN(weights_backward));
 }

@@ -49,6 +49,25 @@ TORCH_LIBRARY(mha_ext, m) {
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)",
       tags);
   m.def(
+      "attention_forward_tangent(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+      "Tensor? lse_low, Tensor? query_tangent, Tensor? key_tangent, Tensor? value_tangent, "
+      "Tensor? bias_tangent, Tensor? mask, Tensor? bias, Tensor? key_lengths, Tensor? seed, *, "
+      "str? corner=None, SymInt? window_left=None, SymInt? window_right=None, "
+      "float dropout_p=0.0, float scale, bool uniform_empty_rows=False, SymInt[4] origin=0) "
+      "-> (Tensor out_tangent, Tensor lse_tangent)",
+      tags);
+  m.def(
+      "attention_backward_tangent(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
+      "Tensor value, Tensor out, Tensor lse, Tensor? lse_low, Tensor? out_tangent, "
+      "Tensor? lse_tangent, Tensor? query_tangent, Tensor? key_tangent, Tensor? value_tangent, "
+      "Tensor? bias_tangent, Tensor? grad_out_tangent, Tensor? grad_lse_tangent, Tensor? mask, "
+      "Tensor? bias, Tensor? key_lengths, Tensor? seed, *, str? corner=None, "
+      "SymInt? window_left=None, SymInt? window_right=None, float dropout_p=0.0, float scale, "
+      "bool uniform_empty_rows=False, SymInt[4] origin=0, bool[4] output_mask) "
+      "-> (Tensor grad_query_tangent, Tensor grad_key_tangent, Tensor grad_value_tangent, "
+      "Tensor grad_bias_tangent)",
+      tags);
+  m.def(
       "attention_weights(Tensor query, Tensor key, Tensor? lse, Tensor? lse_low, Tensor? mask, "
       "Tensor? bias, Tensor? key_lengths, *, str? corner=None, SymInt? window_left=None, "
       "SymInt? window_right=None, float scale, bool uniform_empty_rows=False, "
@@ -80,6 +99,14 @@ const c10::TypedOperatorHandle<Forward>& forward() {
 }
 const c10::TypedOperatorHandle<Backward>& backward() {
   static const auto op = find<Backward>("mha_ext::attention_backward");
+  return op;
+}
+const c10::TypedOperatorHandle<ForwardTangent>& forward_tangent() {
+  static const auto op = find<ForwardTangent>("mha_ext::attention_forward_tangent");
+  return op;
+}
+const c10::TypedOperatorHandle<BackwardTangent>& backward_tangent() {
+  static const auto op = find<BackwardTangent>("mha_ext::attention_backward_tangent");
   return op;
 }
 const c10::TypedOperatorHandle<Weights>& weights() {
@@ -132,6 +159,38 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
                               key_lengths, seed, view(corner), symbol(window_left),
                               symbol(window_right), dropout_p, scale_or_default(scale, query),
                               uniform_empty_rows, symbols(origin), output_mask);
+}
+
+std::tuple<Tensor, Tensor> attention_forward_tangent(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
+    const Tensor& lse, const OptionalTensor& lse_low, const OptionalTensor& query_tangent,
+    const OptionalTensor& key_tangent, const OptionalTensor& value_tangent,
+    const OptionalTensor& bias_tangent, const OptionalTensor& mask, const OptionalTensor& bias,
+    const OptionalTensor& key_lengths, const OptionalTensor& seed, const Text& corner,
+    Integer window_left, Integer window_right, double dropout_p, std::optional<double> scale,
+    bool uniform_empty_rows, const Positions& origin) {
+  return ops::forward_tangent().call(
+      query, key, value, out, lse, lse_low, query_tangent, key_tangent, value_tangent, bias_tangent,
+      mask, bias, key_lengths, seed, view(corner), symbol(window_left), symbol(window_right),
+      dropout_p, scale_or_default(scale, query), uniform_empty_rows, symbols(origin));
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_tangent(
+    const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& lse_low,
+    const OptionalTensor& out_tangent, const OptionalTensor& lse_tangent,
+    const OptionalTensor& query_tangent, const OptionalTensor& key_tangent,
+    const OptionalTensor& value_tangent, const OptionalTensor& bias_tangent,
+    const OptionalTensor& grad_out_tangent, const OptionalTensor& grad_lse_tangent,
+    const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_lengths,
+    const OptionalTensor& seed, const Text& corner, Integer window_left, Integer window_right,
+    double dropout_p, std::optional<double> scale, bool uniform_empty_rows, const Positions& origin,
+    const std::array<bool, 4>& output_mask) {
+  return ops::backward_tangent().call(
+      grad_out, grad_lse, query, key, value, out, lse, lse_low, out_tangent, lse_tangent,
+      query_tangent, key_tangent, value_tangent, bias_tangent, grad_out_tangent, grad_lse_tangent,
+      mask, bias, key_lengths, seed, view(corner), symbol(window_left), symbol(window_right),
+      dropout_p, scale_or_default(scale, query), uniform_empty_rows, symbols(origin), output_mask);
 }
 
 Tensor attention_weights(const Tensor& query, const Tensor& key, const OptionalTensor& lse,
@@ -253,6 +312,39 @@ grad_out [B, H, Lq, Dv] and grad_lse [B, H, Lq] or None are the gradients of its
 and lse_low (None: zero) are these results; the rest as there. Gradients have the shape and dtype of
 what they belong to. Where output_mask is False, and for a missing bias, the result is an empty tensor
 of shape [0].)");
+
+  m.def("attention_forward_tangent", &attention_forward_tangent, NoGil(), py::arg("query"),
+        py::arg("key"), py::arg("value"), py::arg("out"), py::arg("lse"), py::arg("lse_low") = none,
+        py::arg("query_tangent") = none, py::arg("key_tangent") = none,
+        py::arg("value_tangent") = none, py::arg("bias_tangent") = none, py::arg("mask") = none,
+        py::arg("bias") = none, py::arg("key_lengths") = none, py::arg("seed") = none, keyword_only,
+        py::arg("corner") = none, py::arg("window_left") = none, py::arg("window_right") = none,
+        py::arg("dropout_p") = 0.0, py::arg("scale") = none, py::arg("uniform_empty_rows") = false,
+        py::arg("origin") = Positions{},
+        R"((out_tangent, lse_tangent): the derivative of attention_forward in a direction.
+
+The direction is query_tangent, key_tangent, value_tangent and bias_tangent, each of the shape and
+dtype of what it belongs to; None is zero, and costs nothing. out, lse and lse_low (None: zero) are
+the results of attention_forward, the rest as there. The results are like out and lse.)");
+
+  m.def("attention_backward_tangent", &attention_backward_tangent, NoGil(), py::arg("grad_out"),
+        py::arg("grad_lse"), py::arg("query"), py::arg("key"), py::arg("value"), py::arg("out"),
+        py::arg("lse"), py::arg("lse_low") = none, py::arg("out_tangent") = none,
+        py::arg("lse_tangent") = none, py::arg("query_tangent") = none,
+        py::arg("key_tangent") = none, py::arg("value_tangent") = none,
+        py::arg("bias_tangent") = none, py::arg("grad_out_tangent") = none,
+        py::arg("grad_lse_tangent") = none, py::arg("mask") = none, py::arg("bias") = none,
+        py::arg("key_lengths") = none, py::arg("seed") = none, keyword_only,
+        py::arg("corner") = none, py::arg("window_left") = none, py::arg("window_right") = none,
+        py::arg("dropout_p") = 0.0, py::arg("scale") = none, py::arg("uniform_empty_rows") = false,
+        py::arg("origin") = Positions{},
+        py::arg("output_mask") = std::array<bool, 4>{true, true, true, true},
+        R"((grad_query_tangent, grad_key_tangent, grad_value_tangent, grad_bias_tangent): the
+derivative of attention_backward in a direction.
+
+The direction is that of attention_forward_tangent, with grad_out_tangent and grad_lse_tangent (None:
+zero) for what attention_backward takes; out_tangent and lse_tangent are what
+attention_forward_tangent gave for it (None: zero). The rest as for attention_backward.)");
 
   m.def("attention_weights", &attention_weights, NoGil(), py::arg("query"), py::arg("key"),
         py::arg("lse") = none, py::arg("lse_low") = none, py::arg("mask") = none,

@@ -1,4 +1,4 @@
-// The four operators as C++ calls them through the dispatcher: each signature is written once,
+// The operators as C++ calls them through the dispatcher: each signature is written once,
 // here. Their schemas, with the same order of arguments, are in ops.cpp.
 #pragma once
 #include <ATen/core/Tensor.h>
@@ -33,6 +33,27 @@ using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>(
     OptionalSymInt window_right, double dropout_p, double scale, bool uniform_empty_rows,
     c10::SymIntArrayRef origin, std::array<bool, 4> output_mask);
 
+using ForwardTangent = std::tuple<Tensor, Tensor>(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
+    const Tensor& lse, const OptionalTensor& lse_low, const OptionalTensor& query_tangent,
+    const OptionalTensor& key_tangent, const OptionalTensor& value_tangent,
+    const OptionalTensor& bias_tangent, const OptionalTensor& mask, const OptionalTensor& bias,
+    const OptionalTensor& key_lengths, const OptionalTensor& seed, OptionalString corner,
+    OptionalSymInt window_left, OptionalSymInt window_right, double dropout_p, double scale,
+    bool uniform_empty_rows, c10::SymIntArrayRef origin);
+
+using BackwardTangent = std::tuple<Tensor, Tensor, Tensor, Tensor>(
+    const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& lse_low,
+    const OptionalTensor& out_tangent, const OptionalTensor& lse_tangent,
+    const OptionalTensor& query_tangent, const OptionalTensor& key_tangent,
+    const OptionalTensor& value_tangent, const OptionalTensor& bias_tangent,
+    const OptionalTensor& grad_out_tangent, const OptionalTensor& grad_lse_tangent,
+    const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_lengths,
+    const OptionalTensor& seed, OptionalString corner, OptionalSymInt window_left,
+    OptionalSymInt window_right, double dropout_p, double scale, bool uniform_empty_rows,
+    c10::SymIntArrayRef origin, std::array<bool, 4> output_mask);
+
 using Weights = Tensor(const Tensor& query, const Tensor& key, const OptionalTensor& lse,
                        const OptionalTensor& lse_low, const OptionalTensor& mask,
                        const OptionalTensor& bias, const OptionalTensor& key_lengths,
@@ -51,6 +72,8 @@ using WeightsBackward = std::tuple<Tensor, Tensor, Tensor>(
 
 const c10::TypedOperatorHandle<Forward>& forward();
 const c10::TypedOperatorHandle<Backward>& backward();
+const c10::TypedOperatorHandle<ForwardTangent>& forward_tangent();
+const c10::TypedOperatorHandle<BackwardTangent>& backward_tangent();
 const c10::TypedOperatorHandle<Weights>& weights();
 const c10::TypedOperatorHandle<WeightsBackward>& weights_backward();
 

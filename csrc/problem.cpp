@@ -57,11 +57,41 @@ void check_same_dtype(const char* name, const Tensor& tensor, const Tensor& quer
                dtype_of(query), ", but is ", dtype_of(tensor), "; pass ", name, ".to(query.dtype)");
 }
 
-void check_rank(const char* name, const Tensor& tensor) {
-  require_value(tensor.dim() == 4, name,
-                " must have 4 dimensions [batch, heads, length, head_dim], but has shape ",
+// Dimensions of query, or of a tensor like it, before the last four: vmap puts groups there.
+int64_t group_dims(const Tensor& query) { return query.dim() - 4; }
+c10::SymIntArrayRef group_sizes(const Tensor& query) {
+  return query.sym_sizes().slice(0, group_dims(query));
+}
+
+// [*G, own...], where query is [*G, B, H, Lq, D].
+std::vector<SymInt> with_groups(const Tensor& query, std::initializer_list<SymInt> own) {
+  std::vector<SymInt> sizes = group_sizes(query).vec();
+  sizes.insert(sizes.end(), own);
+  return sizes;
+}
+
+SymBool same_sizes(const Tensor& tensor, c10::SymIntArrayRef sizes) {
+  if (tensor.dim() != static_cast<int64_t>(sizes.size())) return false;
+  SymBool same = true;
+  for (size_t i = 0; i < sizes.size(); i++) same = same & tensor.sym_size(i).sym_eq(sizes[i]);
+  return same;
+}
+
+// Query decides how many dimensions of groups there are.
+void check_rank(const char* name, const Tensor& tensor, const Tensor& query) {
+  const int64_t rank = std::max<int64_t>(4, query.dim());
+  require_value(tensor.dim() == rank, name, " must have ", rank, " dimensions [",
+                rank > 4 ? "..., " : "", "batch, heads, length, head_dim], but has shape ",
                 tensor.sym_sizes(), "; split the heads with ", name,
                 ".unflatten(-1, (heads, head_dim)).transpose(1, 2)");
+}
+
+void check_groups(const char* name, const Tensor& tensor, const Tensor& query) {
+  SymBool same = true;
+  for (int64_t i = 0; i < group_dims(query); i++)
+    same = same & tensor.sym_size(i).sym_eq(query.sym_size(i));
+  require_value(same, name, " must have query's leading dimensions ", group_sizes(query),
+                ", but has shape ", tensor.sym_sizes(), "; expand it to them");
 }
 
 void check_query_dtype(const Tensor& query) {
@@ -73,49 +103,53 @@ void check_query_dtype(const Tensor& query) {
 }
 
 void check_key(const Tensor& query, const Tensor& key) {
-  require_value(key.sym_size(0).sym_eq(query.sym_size(0)), "key must have query's batch size ",
-                query.sym_size(0), ", but has shape ", key.sym_sizes(),
+  check_groups("key", key, query);
+  require_value(key.sym_size(-4).sym_eq(query.sym_size(-4)), "key must have query's batch size ",
+                query.sym_size(-4), ", but has shape ", key.sym_sizes(),
                 "; expand or repeat the smaller of the two");
-  const SymInt heads = query.sym_size(1), kv_heads = key.sym_size(1);
+  const SymInt heads = query.sym_size(-3), kv_heads = key.sym_size(-3);
   const bool none = TORCH_GUARD_OR_FALSE(kv_heads.sym_eq(0));
   require_value(none ? heads.sym_eq(0) : (heads % kv_heads).sym_eq(0),
                 "key must have a number of heads that divides query's ", heads, ", but has ",
                 kv_heads, "; repeat its heads, e.g. key.repeat_interleave(n, 1)");
-  require_value(key.sym_size(3).sym_eq(query.sym_size(3)), "key must have query's head_dim ",
-                query.sym_size(3), ", but has ", key.sym_size(3),
+  require_value(key.sym_size(-1).sym_eq(query.sym_size(-1)), "key must have query's head_dim ",
+                query.sym_size(-1), ", but has ", key.sym_size(-1),
                 "; project both to the same width");
-  require_value(query.sym_size(3).sym_ge(1) & query.sym_size(3).sym_le(kMaxHeadDim),
+  require_value(query.sym_size(-1).sym_ge(1) & query.sym_size(-1).sym_le(kMaxHeadDim),
                 "query must have a head_dim from 1 to ", kMaxHeadDim, ", but has ",
-                query.sym_size(3), "; split the width over another number of heads");
+                query.sym_size(-1), "; split the width over another number of heads");
 }
 
 void check_value(const Tensor& key, const Tensor& value) {
+  check_groups("value", value, key);
   const char* fix[] = {"expand or repeat the smaller of the two", "give both the same heads",
                        "give each key one value"};
   const char* what[] = {"batch size ", "number of heads ", "length "};
   for (int i = 0; i < 3; i++)
-    require_value(value.sym_size(i).sym_eq(key.sym_size(i)), "value must have key's ", what[i],
-                  key.sym_size(i), ", but has ", value.sym_size(i), " (shape ", value.sym_sizes(),
-                  "); ", fix[i]);
-  require_value(value.sym_size(3).sym_le(kMaxHeadDim), "value must have a head_dim of at most ",
-                kMaxHeadDim, ", but has ", value.sym_size(3),
+    require_value(value.sym_size(i - 4).sym_eq(key.sym_size(i - 4)), "value must have key's ",
+                  what[i], key.sym_size(i - 4), ", but has ", value.sym_size(i - 4), " (shape ",
+                  value.sym_sizes(), "); ", fix[i]);
+  require_value(value.sym_size(-1).sym_le(kMaxHeadDim), "value must have a head_dim of at most ",
+                kMaxHeadDim, ", but has ", value.sym_size(-1),
                 "; split the width over another number of heads");
 }
 
-// "mask" or "bias" against [B, H, Lq, Lk].
+// "mask" or "bias" against [*G, B, H, Lq, Lk]; without any dimension of groups it is shared by
+// them.
 void check_pairs(const char* name, const Tensor& pairs, const Tensor& query, const Tensor& key) {
-  const std::array<SymInt, 4> full{query.sym_size(0), query.sym_size(1), query.sym_size(2),
-                                   key.sym_size(2)};
+  std::vector<SymInt> full = query.sym_sizes().vec();
+  full.back() = key.sym_size(-2);
   const auto sizes = pairs.sym_sizes();
-  const int64_t missing = 4 - pairs.dim();
-  SymBool fits = missing >= 0;
-  for (int64_t i = std::max<int64_t>(missing, 0); missing >= 0 && i < 4; i++) {
+  const int64_t missing = query.dim() - pairs.dim();
+  const bool rank_fits = pairs.dim() <= 4 || missing == 0;
+  SymBool fits = rank_fits;
+  for (int64_t i = missing; rank_fits && i < query.dim(); i++) {
     const SymInt& size = sizes[i - missing];
     fits = fits & (size.sym_eq(full[i]) | size.sym_eq(1));
   }
-  require_value(fits, name,
-                " must broadcast to [batch, heads, queries, keys] = ", c10::SymIntArrayRef(full),
-                ", but has shape ", sizes, "; give it dimensions of size 1, e.g. ", name,
+  require_value(fits, name, " must broadcast to [", group_dims(query) ? "..., " : "",
+                "batch, heads, queries, keys] = ", c10::SymIntArrayRef(full), ", but has shape ",
+                sizes, "; give it dimensions of size 1, e.g. ", name,
                 "[:, None, None, :] for [batch, keys]");
 }
 
@@ -144,9 +178,12 @@ void check_key_lengths(const Tensor& key_lengths, const Tensor& query) {
   require_type(is_integer(key_lengths), "key_lengths must be an integer tensor, but is ",
                dtype_of(key_lengths), "; pass key_lengths.long(), or mask=... for a mask");
   check_device("key_lengths", key_lengths, query);
-  require_value(key_lengths.dim() == 1 ? key_lengths.sym_size(0).sym_eq(query.sym_size(0)) : false,
-                "key_lengths must have shape [batch] = [", query.sym_size(0), "], but has ",
-                key_lengths.sym_sizes(), "; pass one length for each batch entry");
+  const std::vector<SymInt> full = with_groups(query, {query.sym_size(-4)});
+  require_value(same_sizes(key_lengths, c10::SymIntArrayRef(full).slice(group_dims(query))) |
+                    same_sizes(key_lengths, full),
+                "key_lengths must have shape [", group_dims(query) ? "..., " : "",
+                "batch] = ", c10::SymIntArrayRef(full), ", but has ", key_lengths.sym_sizes(),
+                "; pass one length for each batch entry");
 }
 
 void check_seed(const Tensor& seed, const Tensor& query) {
@@ -154,8 +191,9 @@ void check_seed(const Tensor& seed, const Tensor& query) {
   require_type(seed.scalar_type() == at::kLong, "seed must be an int64 tensor, but is ",
                dtype_of(seed), fix);
   check_device("seed", seed, query);
-  require_value(seed.dim() == 1 ? seed.sym_size(0).sym_eq(2) : false,
-                "seed must have shape [2], but has ", seed.sym_sizes(), fix);
+  const std::vector<SymInt> full = with_groups(query, {SymInt(2)});
+  require_value(same_sizes(seed, {SymInt(2)}) | same_sizes(seed, full), "seed must have shape ",
+                c10::SymIntArrayRef(full), ", but has ", seed.sym_sizes(), fix);
 }
 
 void check_window(const char* name, const std::optional<SymInt>& window) {
@@ -194,15 +232,27 @@ void check_like(const char* name, const Tensor& tensor, at::ScalarType type,
   require_type(tensor.scalar_type() == type, name, " must be ", DTypeName{type}, ", but is ",
                dtype_of(tensor), "; pass what the forward returned or gave a gradient to");
   check_device(name, tensor, query);
-  SymBool same = tensor.dim() == static_cast<int64_t>(sizes.size());
-  for (size_t i = 0; i < sizes.size() && tensor.dim() == static_cast<int64_t>(sizes.size()); i++)
-    same = same & tensor.sym_size(i).sym_eq(sizes[i]);
-  require_value(same, name, " must have shape ", sizes, ", but has ", tensor.sym_sizes(),
-                "; pass what the forward returned or gave a gradient to");
+  require_value(same_sizes(tensor, sizes), name, " must have shape ", sizes, ", but has ",
+                tensor.sym_sizes(), "; pass what the forward returned or gave a gradient to");
 }
 
 void check_lse(const char* name, const Tensor& lse, const Tensor& query) {
-  check_like(name, lse, lse_type(query), query.sym_sizes().slice(0, 3), query);
+  check_like(name, lse, lse_type(query), query.sym_sizes().slice(0, query.dim() - 1), query);
+}
+
+// A direction of the derivative in a tensor, or a tangent that an earlier call returned.
+void check_tangent(const char* name, const OptionalTensor& tangent, const char* of,
+                   const Tensor& tensor) {
+  if (!tangent) return;
+  require_type(tangent->scalar_type() == tensor.scalar_type(), name, " must have ", of, "'s dtype ",
+               dtype_of(tensor), ", but is ", dtype_of(*tangent), "; pass ", name, ".to(", of,
+               ".dtype)");
+  require_value(tangent->device() == tensor.device(), name, " must be on ", of, "'s device ",
+                tensor.device(), ", but is on ", tangent->device(), "; pass ", name, ".to(", of,
+                ".device)");
+  require_value(same_sizes(*tangent, tensor.sym_sizes()), name, " must have ", of, "'s shape ",
+                tensor.sym_sizes(), ", but has ", tangent->sym_sizes(),
+                "; pass one number for each of ", of, ", or None for zero");
 }
 
 void check_indices(const char* name, at::OptionalIntArrayRef indices, const SymInt& count) {
@@ -215,6 +265,12 @@ void check_indices(const char* name, at::OptionalIntArrayRef indices, const SymI
 
 SymInt selected(at::OptionalIntArrayRef indices, const SymInt& count) {
   return indices ? SymInt(static_cast<int64_t>(indices->size())) : count;
+}
+
+std::vector<SymInt> weight_sizes(const Tensor& query, const Tensor& key,
+                                 at::OptionalIntArrayRef heads, at::OptionalIntArrayRef rows) {
+  return with_groups(query, {query.sym_size(-4), selected(heads, query.sym_size(-3)),
+                             selected(rows, query.sym_size(-2)), key.sym_size(-2)});
 }
 
 DType dtype(const Tensor& query) {
@@ -271,13 +327,13 @@ void check_shapes(const Tensor& query, const Tensor& key, const Tensor* value,
                   const OptionalTensor& mask, const OptionalTensor& bias,
                   const OptionalTensor& key_lengths, const OptionalTensor& seed,
                   const Options& options) {
-  check_rank("query", query);
+  check_rank("query", query, query);
   check_query_dtype(query);
-  check_rank("key", key);
+  check_rank("key", key, query);
   check_same_dtype("key", key, query);
   check_device("key", key, query);
   if (value) {
-    check_rank("value", *value);
+    check_rank("value", *value, query);
     check_same_dtype("value", *value, query);
     check_device("value", *value, query);
   }
@@ -290,16 +346,34 @@ void check_shapes(const Tensor& query, const Tensor& key, const Tensor* value,
   check_options(options, seed.has_value());
 }
 
-void check_saved(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
-                 const Tensor& value, const Tensor& out, const Tensor& lse,
+void check_saved(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
+                 const Tensor& query, const Tensor& value, const Tensor& out, const Tensor& lse,
                  const OptionalTensor& lse_low) {
-  const std::array<SymInt, 4> sizes{query.sym_size(0), query.sym_size(1), query.sym_size(2),
-                                    value.sym_size(3)};
-  check_like("grad_out", grad_out, query.scalar_type(), sizes, query);
+  std::vector<SymInt> sizes = query.sym_sizes().vec();
+  sizes.back() = value.sym_size(-1);
+  if (grad_out) check_like("grad_out", *grad_out, query.scalar_type(), sizes, query);
   check_like("out", out, query.scalar_type(), sizes, query);
   check_lse("lse", lse, query);
   if (lse_low) check_lse("lse_low", *lse_low, query);
   if (grad_lse) check_lse("grad_lse", *grad_lse, query);
+}
+
+void check_tangents(const Tangents& tangents, const Tensor& query, const Tensor& key,
+                    const Tensor& value, const OptionalTensor& bias) {
+  check_tangent("query_tangent", tangents.query, "query", query);
+  check_tangent("key_tangent", tangents.key, "key", key);
+  check_tangent("value_tangent", tangents.value, "value", value);
+  require_value(bias || !tangents.bias,
+                "bias_tangent must be None where bias is None, but is a tensor; pass both, or "
+                "neither");
+  if (bias) check_tangent("bias_tangent", tangents.bias, "bias", *bias);
+}
+
+void check_saved_tangents(const SavedTangents& tangents, const Tensor& out, const Tensor& lse) {
+  check_tangent("out_tangent", tangents.out, "out", out);
+  check_tangent("lse_tangent", tangents.lse, "lse", lse);
+  check_tangent("grad_out_tangent", tangents.grad_out, "out", out);
+  check_tangent("grad_lse_tangent", tangents.grad_lse, "lse", lse);
 }
 
 void check_selection(const Tensor& query, const OptionalTensor& lse, const OptionalTensor& lse_low,
@@ -309,15 +383,13 @@ void check_selection(const Tensor& query, const OptionalTensor& lse, const Optio
   require_value(lse || !lse_low,
                 "lse_low must be None where lse is None, but is a tensor; pass both, or "
                 "neither to compute them");
-  check_indices("heads", heads, query.sym_size(1));
-  check_indices("rows", rows, query.sym_size(2));
+  check_indices("heads", heads, query.sym_size(-3));
+  check_indices("rows", rows, query.sym_size(-2));
 }
 
 void check_weights(const char* name, const Tensor& weights, const Tensor& query, const Tensor& key,
                    at::OptionalIntArrayRef heads, at::OptionalIntArrayRef rows) {
-  const std::array<SymInt, 4> sizes{query.sym_size(0), selected(heads, query.sym_size(1)),
-                                    selected(rows, query.sym_size(2)), key.sym_size(2)};
-  check_like(name, weights, query.scalar_type(), sizes, query);
+  check_like(name, weights, query.scalar_type(), weight_sizes(query, key, heads, rows), query);
 }
 
 Attention describe(const Tensor& query, const Tensor& key, const Tensor* value,
@@ -325,6 +397,7 @@ Attention describe(const Tensor& query, const Tensor& key, const Tensor* value,
                    const OptionalTensor& key_lengths, const OptionalTensor& seed,
                    const Options& options, std::vector<Tensor>& keep) {
   check_shapes(query, key, value, mask, bias, key_lengths, seed, options);
+  TORCH_CHECK_NOT_IMPLEMENTED(group_dims(query) == 0, "query must have 4 dimensions here");
   Attention a;
   a.dtype = dtype(query);
   a.batch = query.size(0);
@@ -366,37 +439,44 @@ Pairs pairs_of(const Tensor& tensor) {
           strides[2],      strides[3], static_cast<int32_t>(tensor.element_size())};
 }
 
-Tensor empty_heads(const SymInt& batch, const SymInt& heads, const SymInt& length,
-                   const SymInt& dim, const at::TensorOptions& options) {
-  const std::array<SymInt, 4> sizes{batch, length, heads, dim};
-  return at::empty_symint(sizes, options).transpose(1, 2);
+Tensor empty_heads(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
+  std::vector<SymInt> buffer = sizes.vec();
+  std::swap(buffer[buffer.size() - 3], buffer[buffer.size() - 2]);
+  return at::empty_symint(buffer, options).transpose(-3, -2);
 }
 
-std::tuple<Tensor, Tensor, Tensor> empty_forward(const Tensor& query, const Tensor& value) {
-  const auto empty_lse = [&] {
-    return at::empty_symint(query.sym_sizes().slice(0, 3), query.options().dtype(lse_type(query)));
-  };
-  return {empty_heads(query.sym_size(0), query.sym_size(1), query.sym_size(2), value.sym_size(3),
-                      query.options()),
-          empty_lse(), empty_lse()};
+Tensor empty_lse(const Tensor& query) {
+  return at::empty_symint(query.sym_sizes().slice(0, query.dim() - 1),
+                          query.options().dtype(lse_type(query)));
+}
+
+Tensor empty_out(const Tensor& query, const Tensor& value) {
+  std::vector<SymInt> sizes = query.sym_sizes().vec();
+  sizes.back() = value.sym_size(-1);
+  return empty_heads(sizes, query.options());
 }
 
 Tensor empty_grad(const Tensor& tensor, bool wanted) {
   if (!wanted) return at::empty({0}, tensor.options());
-  return empty_heads(tensor.sym_size(0), tensor.sym_size(1), tensor.sym_size(2), tensor.sym_size(3),
-                     tensor.options());
+  return empty_heads(tensor.sym_sizes(), tensor.options());
 }
 
 Tensor empty_grad_bias(const Tensor& query, const OptionalTensor& bias, bool wanted) {
   if (!bias || !wanted) return at::empty({0}, query.options());
+  if (group_dims(query) > 0) {
+    SymBool same = bias->dim() == query.dim();
+    for (int64_t i = 0; bias->dim() == query.dim() && i < group_dims(query); i++)
+      same = same & bias->sym_size(i).sym_eq(query.sym_size(i));
+    require_value(same, "bias must have query's leading dimensions ", group_sizes(query),
+                  " where its gradient is wanted, but has shape ", bias->sym_sizes(),
+                  "; expand it to them");
+  }
   return at::empty_symint(bias->sym_sizes(), bias->options());
 }
 
 Tensor empty_weights(const Tensor& query, const Tensor& key, at::OptionalIntArrayRef heads,
                      at::OptionalIntArrayRef rows) {
-  const std::array<SymInt, 4> sizes{query.sym_size(0), selected(heads, query.sym_size(1)),
-                                    selected(rows, query.sym_size(2)), key.sym_size(2)};
-  return at::empty_symint(sizes, query.options());
+  return at::empty_symint(weight_sizes(query, key, heads, rows), query.options());
 }
 
 }  // namespace mha_ext

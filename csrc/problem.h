@@ -33,10 +33,29 @@ void check_shapes(const at::Tensor& query, const at::Tensor& key, const at::Tens
                   const std::optional<at::Tensor>& key_lengths,
                   const std::optional<at::Tensor>& seed, const Options& options);
 
-// What attention_backward takes beside that.
-void check_saved(const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_lse,
-                 const at::Tensor& query, const at::Tensor& value, const at::Tensor& out,
-                 const at::Tensor& lse, const std::optional<at::Tensor>& lse_low);
+// Query may have any number of leading dimensions *G before [B, H, Lq, D] (vmap puts them there);
+// then key, value and whatever is like them have the same. Mask and bias have all of these (1 where
+// they are shared) or none, key_lengths [*G, B] and seed [*G, 2] all or none.
+
+// What attention_backward takes beside that; no grad_out in attention_forward_tangent.
+void check_saved(const std::optional<at::Tensor>& grad_out,
+                 const std::optional<at::Tensor>& grad_lse, const at::Tensor& query,
+                 const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse,
+                 const std::optional<at::Tensor>& lse_low);
+
+// The direction of a derivative; None = zero.
+struct Tangents {
+  const std::optional<at::Tensor>&query, &key, &value, &bias;
+};
+void check_tangents(const Tangents& tangents, const at::Tensor& query, const at::Tensor& key,
+                    const at::Tensor& value, const std::optional<at::Tensor>& bias);
+
+// What attention_backward_tangent takes beside that.
+struct SavedTangents {
+  const std::optional<at::Tensor>&out, &lse, &grad_out, &grad_lse;
+};
+void check_saved_tangents(const SavedTangents& tangents, const at::Tensor& out,
+                          const at::Tensor& lse);
 
 // What attention_weights takes beside that.
 void check_selection(const at::Tensor& query, const std::optional<at::Tensor>& lse,
@@ -64,23 +83,22 @@ Pairs pairs_of(const at::Tensor& tensor);
 
 // What the operators return, with the same strides from every backend and from the Meta key.
 
-// [batch, heads, length, dim] as a view of a contiguous [batch, length, heads, dim] buffer.
-at::Tensor empty_heads(const c10::SymInt& batch, const c10::SymInt& heads,
-                       const c10::SymInt& length, const c10::SymInt& dim,
-                       const at::TensorOptions& options);
+// `sizes` = [..., heads, length, dim] as a view of a contiguous [..., length, heads, dim] buffer.
+at::Tensor empty_heads(c10::SymIntArrayRef sizes, const at::TensorOptions& options);
 
-// out [B, H, Lq, Dv], lse [B, H, Lq] and lse_low, of the same form.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_forward(const at::Tensor& query,
-                                                             const at::Tensor& value);
+// [*G, B, H, Lq, Dv] of that form, and [*G, B, H, Lq].
+at::Tensor empty_out(const at::Tensor& query, const at::Tensor& value);
+at::Tensor empty_lse(const at::Tensor& query);
 
-// Gradient of a [B, H, L, D] tensor, or an empty [0] where it is not wanted.
+// Gradient of a [*G, B, H, L, D] tensor, or an empty [0] where it is not wanted.
 at::Tensor empty_grad(const at::Tensor& tensor, bool wanted);
 
-// Gradient of the bias, contiguous, or an empty [0] where it is not wanted or there is no bias.
+// Gradient of the bias, contiguous, or an empty [0] where it is not wanted or there is no bias. A
+// bias that groups share has none: no sum runs across groups.
 at::Tensor empty_grad_bias(const at::Tensor& query, const std::optional<at::Tensor>& bias,
                            bool wanted);
 
-// [B, heads, rows, Lk] contiguous.
+// [*G, B, heads, rows, Lk] contiguous.
 at::Tensor empty_weights(const at::Tensor& query, const at::Tensor& key,
                          at::OptionalIntArrayRef heads, at::OptionalIntArrayRef rows);
 

@@ -48,6 +48,65 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """torch.ops.mha_ext.attention_backward: gradients of query, key, value, bias; [0] where not wanted."""
 
+def attention_forward_tangent(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor | None = None,
+    query_tangent: Tensor | None = None,
+    key_tangent: Tensor | None = None,
+    value_tangent: Tensor | None = None,
+    bias_tangent: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    seed: Tensor | None = None,
+    *,
+    corner: str | None = None,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    uniform_empty_rows: bool = False,
+    origin: Sequence[int] = (0, 0, 0, 0),
+) -> tuple[Tensor, Tensor]:
+    """torch.ops.mha_ext.attention_forward_tangent: (out_tangent [B, H, Lq, Dv], lse_tangent [B, H, Lq])."""
+
+def attention_backward_tangent(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor | None = None,
+    out_tangent: Tensor | None = None,
+    lse_tangent: Tensor | None = None,
+    query_tangent: Tensor | None = None,
+    key_tangent: Tensor | None = None,
+    value_tangent: Tensor | None = None,
+    bias_tangent: Tensor | None = None,
+    grad_out_tangent: Tensor | None = None,
+    grad_lse_tangent: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    seed: Tensor | None = None,
+    *,
+    corner: str | None = None,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    uniform_empty_rows: bool = False,
+    origin: Sequence[int] = (0, 0, 0, 0),
+    output_mask: Sequence[bool] = (True, True, True, True),
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """torch.ops.mha_ext.attention_backward_tangent: tangents of the gradients; [0] where not wanted."""
+
 def attention_weights(
     query: Tensor,
     key: Tensor,

@@ -326,6 +326,11 @@ def _check_tensors(
 ) -> None:
     if not isinstance(query, Tensor):
         raise TypeError(_not_a_tensor("query", query))
+    if query.dim() > 4:  # the operators take more, for vmap
+        raise ValueError(
+            "query must have 4 dimensions [batch, heads, length, head_dim], but has shape "
+            f"{list(query.shape)}; flatten the leading ones into the batch, or use torch.func.vmap"
+        )
     if not isinstance(key, Tensor):
         raise TypeError(_not_a_tensor("key", key))
     if mask is not None and not isinstance(mask, Tensor):

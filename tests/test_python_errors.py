@@ -172,3 +172,16 @@ def test_module_inputs(
 ) -> None:
     layer = mha_ext.MultiHeadAttention(16, 2)
     check(lambda: layer(*inputs, **options), error, words)
+
+
+def test_leading_dimensions() -> None:
+    """The operators take them for vmap; whoever passes them meant something else."""
+    more = QUERY[None]
+    for function in (
+        lambda: mha_ext.attention(more, more, more),
+        lambda: mha_ext.attention_weights(more, more),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^query must have 4 dimensions .* \[1, 2, 4, 6, 8\]; flatten"
+        ):
+            function()

@@ -49,7 +49,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   Attention a = describe(
       query, key, &value, mask, bias, key_lengths, seed,
       {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
-  const auto [out, lse, lse_low] = empty_forward(query, value);
+  const Tensor out = empty_out(query, value), lse = empty_lse(query), lse_low = empty_lse(query);
   a.out = rows_of(out, keep);
   a.lse = lse.mutable_data_ptr();
   a.lse_low = lse_low.mutable_data_ptr();
