@@ -296,30 +296,49 @@ Band band(const Options& options) {
   return band;
 }
 
-Dropout dropout(double p, const OptionalTensor& seed, std::vector<Tensor>& keep) {
+Dropout dropout(double p) {
   Dropout dropout;
   dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(65536.0 * p), 65535.0));
-  if (dropout.threshold == 0) return dropout;
-  dropout.keep_scale = 65536.0 / (65536.0 - dropout.threshold);
-  keep.push_back(seed->contiguous());
-  dropout.seed = keep.back().const_data_ptr<int64_t>();
+  if (dropout.threshold) dropout.keep_scale = 65536.0 / (65536.0 - dropout.threshold);
   return dropout;
 }
 
-const int64_t* lengths(const Tensor& key_lengths, int64_t keys, std::vector<Tensor>& keep) {
-  keep.push_back(key_lengths.to(at::kLong).contiguous());
-  const int64_t* length = keep.back().const_data_ptr<int64_t>();
-  if (key_lengths.is_cpu())
-    for (int64_t b = 0; b < key_lengths.numel(); b++)
-      require_value(0 <= length[b] && length[b] <= keys,
-                    "key_lengths must be from 0 to the length of key, ", keys, ", but entry ", b,
-                    " is ", length[b], "; pass key_lengths.clamp(0, ", keys, ")");
-  return length;
+// int64, contiguous where a group reads them, and of values that mean something.
+Tensor lengths(const Tensor& key_lengths, int64_t keys, std::vector<Tensor>& keep) {
+  const Tensor found = contiguous_in(key_lengths.to(at::kLong), 1, keep);
+  keep.push_back(found);
+  if (!key_lengths.is_cpu()) return found;
+  const Tensor each = found.contiguous();
+  const int64_t* length = each.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < each.numel(); i++)
+    require_value(0 <= length[i] && length[i] <= keys,
+                  "key_lengths must be from 0 to the length of key, ", keys, ", but entry ", i,
+                  " is ", length[i], "; pass key_lengths.clamp(0, ", keys, ")");
+  return found;
+}
+
+// Elements from the first group to this one, in a tensor whose own dimensions are the last `own`.
+int64_t group_offset(const Tensor& tensor, int64_t own, int64_t group) {
+  int64_t offset = 0;
+  for (int64_t i = tensor.dim() - own - 1; group && i >= 0; group /= tensor.size(i), i--)
+    offset += group % tensor.size(i) * tensor.stride(i);
+  return offset;
+}
+
+// A mask or bias that some groups share, expanded to all of them: group_offset counts in them.
+Tensor in_groups(const Tensor& pairs, const Tensor& query) {
+  if (pairs.dim() <= 4) return pairs;
+  std::vector<int64_t> sizes = query.sizes().slice(0, group_dims(query)).vec();
+  sizes.insert(sizes.end(), 4, -1);
+  return pairs.expand(sizes);
 }
 
 // The kernels write only to what the binding has just allocated, so no copy-on-write tensor is
 // written.
-void* address(const Tensor& tensor) { return const_cast<void*>(tensor.const_data_ptr()); }
+void* address(const Tensor& tensor, int64_t offset) {
+  void* const data = const_cast<void*>(tensor.const_data_ptr());
+  return offset ? static_cast<char*>(data) + offset * tensor.element_size() : data;
+}
 
 }  // namespace
 
@@ -392,51 +411,88 @@ void check_weights(const char* name, const Tensor& weights, const Tensor& query,
   check_like(name, weights, query.scalar_type(), weight_sizes(query, key, heads, rows), query);
 }
 
-Attention describe(const Tensor& query, const Tensor& key, const Tensor* value,
-                   const OptionalTensor& mask, const OptionalTensor& bias,
-                   const OptionalTensor& key_lengths, const OptionalTensor& seed,
-                   const Options& options, std::vector<Tensor>& keep) {
+int64_t group_count(const Tensor& query) {
+  int64_t count = 1;
+  for (int64_t i = 0; i < group_dims(query); i++) count *= query.size(i);
+  return count;
+}
+
+Groups<Attention> describe(const Tensor& query, const Tensor& key, const Tensor* value,
+                           const OptionalTensor& mask, const OptionalTensor& bias,
+                           const OptionalTensor& key_lengths, const OptionalTensor& seed,
+                           const Options& options, std::vector<Tensor>& keep) {
   check_shapes(query, key, value, mask, bias, key_lengths, seed, options);
-  TORCH_CHECK_NOT_IMPLEMENTED(group_dims(query) == 0, "query must have 4 dimensions here");
   Attention a;
   a.dtype = dtype(query);
-  a.batch = query.size(0);
-  a.heads = query.size(1);
-  a.kv_heads = key.size(1);
-  a.queries = query.size(2);
-  a.keys = key.size(2);
-  a.head_dim = query.size(3);
-  a.value_dim = value ? value->size(3) : 0;
+  a.batch = query.size(-4);
+  a.heads = query.size(-3);
+  a.kv_heads = key.size(-3);
+  a.queries = query.size(-2);
+  a.keys = key.size(-2);
+  a.head_dim = query.size(-1);
+  a.value_dim = value ? value->size(-1) : 0;
   a.scale = options.scale;
   a.uniform_empty_rows = options.uniform_empty_rows;
-  a.query = rows_of(query, keep);
-  a.key = rows_of(key, keep);
-  if (value) a.value = rows_of(*value, keep);
-  if (mask) a.mask = pairs_of(*mask);
-  if (bias) a.bias = pairs_of(*bias);
   a.bias_is_float32 = bias && bias->scalar_type() == at::kFloat;
-  if (key_lengths) a.key_lengths = lengths(*key_lengths, a.keys, keep);
   a.band = band(options);
-  a.dropout = dropout(options.dropout_p, seed, keep);
+  a.dropout = dropout(options.dropout_p);
   a.origin = {options.origin[0].expect_int(), options.origin[1].expect_int(),
               options.origin[2].expect_int(), options.origin[3].expect_int()};
-  return a;
-}
 
-Rows rows_of(const Tensor& tensor, std::vector<Tensor>& keep) {
-  if (tensor.stride(3) != 1 && tensor.size(3) > 1) {
-    keep.push_back(tensor.contiguous());
-    return rows_of(keep.back(), keep);
+  Groups<Attention> groups(static_cast<size_t>(std::max<int64_t>(1, group_count(query))), a);
+  set(groups, &Attention::query, query, keep);
+  set(groups, &Attention::key, key, keep);
+  if (value) set(groups, &Attention::value, *value, keep);
+  if (mask) set(groups, &Attention::mask, in_groups(*mask, query));
+  if (bias) set(groups, &Attention::bias, in_groups(*bias, query));
+  Tensor each_length, each_seed;
+  if (key_lengths) each_length = lengths(*key_lengths, a.keys, keep);
+  if (a.dropout.threshold) each_seed = contiguous_in(*seed, 1, keep);
+  for (size_t i = 0; i < groups.size(); i++) {
+    const int64_t group = static_cast<int64_t>(i);
+    if (key_lengths)
+      groups[i].key_lengths = static_cast<const int64_t*>(values_of(each_length, 1, group));
+    if (a.dropout.threshold)
+      groups[i].dropout.seed = static_cast<const int64_t*>(values_of(each_seed, 1, group));
   }
-  return {address(tensor), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+  return groups;
 }
 
-Pairs pairs_of(const Tensor& tensor) {
+Tensor contiguous_in(const Tensor& tensor, int64_t own, std::vector<Tensor>& keep) {
+  int64_t stride = 1;
+  bool contiguous = true;
+  for (int64_t i = tensor.dim() - 1; i >= tensor.dim() - own; i--) {
+    contiguous &= tensor.stride(i) == stride || tensor.size(i) <= 1;
+    stride *= tensor.size(i);
+  }
+  if (contiguous || tensor.numel() == 0) return tensor;
+  Tensor once = tensor;
+  for (int64_t i = 0; i < tensor.dim() - own; i++)
+    if (tensor.stride(i) == 0) once = once.narrow(i, 0, 1);
+  keep.push_back(once.contiguous());
+  return keep.back().expand(tensor.sizes());
+}
+
+Rows rows_of(const Tensor& tensor, int64_t group) {
+  return {address(tensor, group_offset(tensor, 4, group)), tensor.stride(-4), tensor.stride(-3),
+          tensor.stride(-2)};
+}
+
+Pairs pairs_of(const Tensor& tensor, int64_t group) {
   int64_t strides[4] = {0, 0, 0, 0};
-  for (int64_t i = 0; i < tensor.dim(); i++)
+  const int64_t groups = std::max<int64_t>(0, tensor.dim() - 4);
+  for (int64_t i = groups; i < tensor.dim(); i++)
     if (tensor.size(i) != 1) strides[4 - tensor.dim() + i] = tensor.stride(i);
-  return {address(tensor), strides[0], strides[1],
-          strides[2],      strides[3], static_cast<int32_t>(tensor.element_size())};
+  return {address(tensor, group_offset(tensor, 4, group)),
+          strides[0],
+          strides[1],
+          strides[2],
+          strides[3],
+          static_cast<int32_t>(tensor.element_size())};
+}
+
+void* values_of(const Tensor& tensor, int64_t own, int64_t group) {
+  return address(tensor, group_offset(tensor, own, group));
 }
 
 Tensor empty_heads(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {

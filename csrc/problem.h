@@ -3,6 +3,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymIntArrayRef.h>
+#include <c10/util/SmallVector.h>
 
 #include <array>
 #include <optional>
@@ -67,19 +68,54 @@ void check_weights(const char* name, const at::Tensor& weights, const at::Tensor
                    const at::Tensor& key, at::OptionalIntArrayRef heads,
                    at::OptionalIntArrayRef rows);
 
-// Checks (check_shapes, and the values of key_lengths on the CPU) and fills the struct, except out,
-// lse and lse_low. Tensors are read in place; `keep` owns what had to be copied or converted.
-Attention describe(const at::Tensor& query, const at::Tensor& key, const at::Tensor* value,
-                   const std::optional<at::Tensor>& mask, const std::optional<at::Tensor>& bias,
-                   const std::optional<at::Tensor>& key_lengths,
-                   const std::optional<at::Tensor>& seed, const Options& options,
-                   std::vector<at::Tensor>& keep);
+// One struct for each group, at least one: they differ in nothing but addresses.
+template <class Struct>
+using Groups = c10::SmallVector<Struct, 1>;
+int64_t group_count(const at::Tensor& query);
 
-// [B, H, L, D]; a copy is made (and kept) only where the last stride is not 1.
-Rows rows_of(const at::Tensor& tensor, std::vector<at::Tensor>& keep);
+// Checks (check_shapes, and the values of key_lengths on the CPU) and fills the structs, except
+// out, lse and lse_low. Tensors are read in place; `keep` owns what had to be copied or converted.
+Groups<Attention> describe(const at::Tensor& query, const at::Tensor& key, const at::Tensor* value,
+                           const std::optional<at::Tensor>& mask,
+                           const std::optional<at::Tensor>& bias,
+                           const std::optional<at::Tensor>& key_lengths,
+                           const std::optional<at::Tensor>& seed, const Options& options,
+                           std::vector<at::Tensor>& keep);
 
+// How a group sees a tensor: with the dimensions of groups in front, or without, shared by them.
+
+// [*G, B, H, L, D], the columns side by side.
+Rows rows_of(const at::Tensor& tensor, int64_t group);
 // Whatever broadcasts to [B, H, Lq, Lk]: stride 0 where the dimension is missing or has size 1.
-Pairs pairs_of(const at::Tensor& tensor);
+Pairs pairs_of(const at::Tensor& tensor, int64_t group);
+// Address of contiguous values whose own dimensions are the last `own`.
+void* values_of(const at::Tensor& tensor, int64_t own, int64_t group);
+
+// The tensor, or a copy (that `keep` owns) where its last `own` dimensions are not contiguous. What
+// groups share by a stride of 0 is copied once.
+at::Tensor contiguous_in(const at::Tensor& tensor, int64_t own, std::vector<at::Tensor>& keep);
+
+// The same member of the struct of each group.
+template <class Struct>
+void set(Groups<Struct>& groups, Rows Struct::* member, const at::Tensor& tensor,
+         std::vector<at::Tensor>& keep) {
+  const at::Tensor rows = contiguous_in(tensor, 1, keep);
+  for (size_t i = 0; i < groups.size(); i++)
+    groups[i].*member = rows_of(rows, static_cast<int64_t>(i));
+}
+template <class Struct>
+void set(Groups<Struct>& groups, Pairs Struct::* member, const at::Tensor& tensor) {
+  for (size_t i = 0; i < groups.size(); i++)
+    groups[i].*member = pairs_of(tensor, static_cast<int64_t>(i));
+}
+// [*G, B, H, Lq].
+template <class Struct>
+void set(Groups<Struct>& groups, void* Struct::* member, const at::Tensor& tensor,
+         std::vector<at::Tensor>& keep) {
+  const at::Tensor values = contiguous_in(tensor, 3, keep);
+  for (size_t i = 0; i < groups.size(); i++)
+    groups[i].*member = values_of(values, 3, static_cast<int64_t>(i));
+}
 
 // What the operators return, with the same strides from every backend and from the Meta key.
 

@@ -18,6 +18,9 @@
 namespace mha_ext::cpu {
 namespace {
 
+// Everything but addresses is the same in all groups: sizes are read from the first. A group's
+// tasks follow those of the group before.
+
 // Some queries of one head; later ones first, since under a causal mask they see more keys.
 struct QueryTask {
   int64_t batch, head, part;
@@ -27,13 +30,10 @@ QueryTask query_task(const Attention& a, int64_t task, int64_t parts) {
   return {row / a.heads, row % a.heads, parts - 1 - task % parts};
 }
 int64_t query_blocks(const Attention& a) { return ceil_div(a.queries, kTile); }
-void set_lse(Attention& a, const Tensor& lse, const OptionalTensor& lse_low,
+void set_lse(Groups<Attention>& groups, const Tensor& lse, const OptionalTensor& lse_low,
              std::vector<Tensor>& keep) {
-  keep.push_back(lse.contiguous());
-  a.lse = keep.back().data_ptr();
-  if (!lse_low) return;
-  keep.push_back(lse_low->contiguous());
-  a.lse_low = keep.back().data_ptr();
+  set(groups, &Attention::lse, lse, keep);
+  if (lse_low) set(groups, &Attention::lse_low, *lse_low, keep);
 }
 double pair_count(const Attention& a) {
   return static_cast<double>(a.batch * a.heads) * static_cast<double>(a.queries) *
@@ -46,22 +46,26 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     OptionalString corner, OptionalSymInt window_left, OptionalSymInt window_right,
     double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin) {
   std::vector<Tensor> keep;
-  Attention a = describe(
+  Groups<Attention> groups = describe(
       query, key, &value, mask, bias, key_lengths, seed,
       {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
   const Tensor out = empty_out(query, value), lse = empty_lse(query), lse_low = empty_lse(query);
-  a.out = rows_of(out, keep);
-  a.lse = lse.mutable_data_ptr();
-  a.lse_low = lse_low.mutable_data_ptr();
+  set(groups, &Attention::out, out, keep);
+  set_lse(groups, lse, lse_low, keep);
+  const Attention& a = groups[0];
+  const int64_t count = group_count(query);
   const TypeKernels& kernels = kernels_for(a);
-  const double flops = 2 * pair_count(a) * static_cast<double>(a.head_dim + a.value_dim);
+  const double flops = 2 * static_cast<double>(count) * pair_count(a) *
+                       static_cast<double>(a.head_dim + a.value_dim);
   if (a.queries <= kFewQueries && a.queries > 0 && a.heads > 0) {
     const int64_t rows = a.heads / a.kv_heads * a.queries, parts = ceil_div(rows, kFewRows);
-    for_each_task(a.batch * a.kv_heads * parts, flops, kernels.forward_scratch_bytes(a),
-                  [&](int64_t task, void* scratch) {
+    const int64_t tasks = a.batch * a.kv_heads * parts;
+    for_each_task(count * tasks, flops, kernels.forward_scratch_bytes(a),
+                  [&](int64_t index, void* scratch) {
+                    const int64_t task = index % tasks;
                     const int64_t head = task / parts, first = task % parts * kFewRows;
-                    kernels.forward_few(a, head / a.kv_heads, head % a.kv_heads, first,
-                                        std::min(kFewRows, rows - first), scratch);
+                    kernels.forward_few(groups[index / tasks], head / a.kv_heads, head % a.kv_heads,
+                                        first, std::min(kFewRows, rows - first), scratch);
                   });
     return {out, lse, lse_low};
   }
@@ -69,61 +73,97 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   // a few tasks. A row's result does not depend on that.
   const bool in_place = a.key.row == a.head_dim && a.value.row == a.value_dim &&
                         (a.dtype == DType::kFloat32 || a.dtype == DType::kFloat64);
-  const int64_t blocks = a.batch * a.heads * query_blocks(a);
-  const int64_t group =
+  const int64_t blocks = count * a.batch * a.heads * query_blocks(a);
+  const int64_t together =
       std::clamp<int64_t>(blocks / (4 * at::get_num_threads()), 1, in_place ? 1 : kernels.group);
-  const int64_t parts = ceil_div(query_blocks(a), group);
-  for_each_task(
-      a.batch * a.heads * parts, 2 * pair_count(a) * static_cast<double>(a.head_dim + a.value_dim),
-      kernels.forward_scratch_bytes(a), [&](int64_t task, void* scratch) {
-        const QueryTask q = query_task(a, task, parts);
-        const int64_t q0 = q.part * group * kTile;
-        kernels.forward(a, q.batch, q.head, q0, std::min(group * kTile, a.queries - q0), scratch);
-      });
+  const int64_t parts = ceil_div(query_blocks(a), together);
+  const int64_t tasks = a.batch * a.heads * parts;
+  for_each_task(count * tasks, flops, kernels.forward_scratch_bytes(a),
+                [&](int64_t index, void* scratch) {
+                  const QueryTask q = query_task(a, index % tasks, parts);
+                  const int64_t q0 = q.part * together * kTile;
+                  kernels.forward(groups[index / tasks], q.batch, q.head, q0,
+                                  std::min(together * kTile, a.queries - q0), scratch);
+                });
   return {out, lse, lse_low};
 }
 
-// grad_query, grad_key and grad_value of a described problem.
-void run_backward(const Attention& a, const AttentionGrad& g, const TypeKernels& kernels) {
+// What the backward operators run on: the problem of each group, and where its gradients go.
+struct GradProblem {
+  int64_t count;  // of groups
+  const Groups<Attention>& groups;
+  const Groups<AttentionGrad>& grads;
+  const TypeKernels& kernels;
+};
+
+// delta of every block of queries.
+void run_delta(const GradProblem& p) {
+  const Attention& a = p.groups[0];
+  const int64_t blocks = query_blocks(a), tasks = a.batch * a.heads * blocks;
+  const double flops = 2 * static_cast<double>(p.count * a.batch * a.heads * a.queries) *
+                       static_cast<double>(a.value_dim);
+  for_each_task(p.count * tasks, flops, 0, [&](int64_t index, void*) {
+    const QueryTask q = query_task(a, index % tasks, blocks);
+    p.kernels.delta(p.groups[index / tasks], p.grads[index / tasks], q.batch, q.head, q.part);
+  });
+}
+
+// grad_query, grad_key and grad_value. run_range(group, b, kv_head, range, partial, scratch) does
+// one range of keys, as kernels.backward.
+template <class RunRange>
+void run_ranges(const GradProblem& p, int64_t scratch_bytes, double products,
+                const RunRange& run_range) {
+  const Attention& a = p.groups[0];
   const KeyRanges ranges = key_ranges(a);
-  const int64_t group = a.kv_heads ? a.heads / a.kv_heads : 0, kv_heads = a.batch * a.kv_heads;
+  const int64_t group_heads = a.batch * a.kv_heads, kv_heads = p.count * group_heads;
+  const int64_t shared = a.kv_heads ? a.heads / a.kv_heads : 0;  // query heads of a key/value head
   const int64_t partial_bytes =
-      group * ranges.count * a.queries * a.head_dim * kernels.element_size;
-  const bool partial = ranges.count > 1 && g.grad_query.data;
+      shared * ranges.count * a.queries * a.head_dim * p.kernels.element_size;
+  const bool partial = ranges.count > 1 && p.grads[0].grad_query.data;
   // The partial sums of a few heads at a time, so that memory does not grow with their number.
   const int64_t wave =
       partial ? std::max<int64_t>(1, ceil_div(2 * at::get_num_threads(), ranges.count)) : kv_heads;
   const at::DataPtr memory =
       c10::GetCPUAllocator()->allocate(partial ? std::min(wave, kv_heads) * partial_bytes : 0);
   char* sums = static_cast<char*>(memory.get());
-  const double head_flops = 10 * pair_count(a) /
-                            static_cast<double>(std::max<int64_t>(1, kv_heads)) *
+  const double head_flops = 2 * products * pair_count(a) /
+                            static_cast<double>(std::max<int64_t>(1, group_heads)) *
                             static_cast<double>(std::max(a.head_dim, a.value_dim));
 
   for (int64_t first = 0; first < kv_heads; first += wave) {
     const int64_t count = std::min(wave, kv_heads - first);
-    for_each_task(count * ranges.count, head_flops * static_cast<double>(count),
-                  kernels.backward_scratch_bytes(a), [&](int64_t task, void* scratch) {
+    for_each_task(count * ranges.count, head_flops * static_cast<double>(count), scratch_bytes,
+                  [&](int64_t task, void* scratch) {
                     const int64_t head = task / ranges.count, row = first + head;
-                    kernels.backward(a, g, row / a.kv_heads, row % a.kv_heads, task % ranges.count,
-                                     partial ? sums + head * partial_bytes : nullptr, scratch);
+                    run_range(row / group_heads, row % group_heads / a.kv_heads, row % a.kv_heads,
+                              task % ranges.count, partial ? sums + head * partial_bytes : nullptr,
+                              scratch);
                   });
     if (!partial) continue;
-    const int64_t blocks = query_blocks(a);
-    for_each_task(count * group * blocks, static_cast<double>(count * partial_bytes), 0,
+    const int64_t blocks = query_blocks(a), group_rows = a.batch * a.heads;
+    for_each_task(count * shared * blocks, static_cast<double>(count * partial_bytes), 0,
                   [&](int64_t task, void*) {
-                    const int64_t head = task / blocks, row = first * group + head;
-                    kernels.add_ranges(a, g, sums + head * (partial_bytes / group), row / a.heads,
-                                       row % a.heads, task % blocks);
+                    const int64_t head = task / blocks, row = first * shared + head;
+                    p.kernels.add_ranges(p.groups[row / group_rows], p.grads[row / group_rows],
+                                         sums + head * (partial_bytes / shared),
+                                         row % group_rows / a.heads, row % a.heads, task % blocks);
                   });
   }
+}
+
+void run_backward(const GradProblem& p) {
+  run_ranges(
+      p, p.kernels.backward_scratch_bytes(p.groups[0]), /*products=*/5,
+      [&](int64_t group, int64_t b, int64_t kv_head, int64_t range, void* partial, void* scratch) {
+        p.kernels.backward(p.groups[group], p.grads[group], b, kv_head, range, partial, scratch);
+      });
 }
 
 // A bias that is the same for all keys of a row moves the scores of that row alike, and P not at
 // all: what is left of rowsum(dS) is the gradient of lse. So this sum needs no scores, and does not
 // cancel.
 template <class T, class Bias>
-void sum_constant_bias(const Attention& a, const AttentionGrad& g, const void* grad_lse) {
+void sum_constant_bias(const Attention& a, const AttentionGrad& g) {
   const Pairs& bias = g.grad_bias;
   const int64_t batches = bias.batch ? a.batch : 1, heads = bias.head ? a.heads : 1;
   const int64_t queries = bias.query ? a.queries : 1;
@@ -134,7 +174,7 @@ void sum_constant_bias(const Attention& a, const AttentionGrad& g, const void* g
         const int64_t row = (b * a.heads + h) * a.queries + i;
         if (static_cast<const T*>(a.lse)[row] == -std::numeric_limits<T>::infinity()) continue;
         const T delta = static_cast<const T*>(g.delta)[row];
-        const T term = (grad_lse ? static_cast<const T*>(grad_lse)[row] : T(0)) +
+        const T term = (g.grad_lse ? static_cast<const T*>(g.grad_lse)[row] : T(0)) +
                        (delta - delta);  // NaN stays NaN
         sums[((bias.batch ? b : 0) * heads + (bias.head ? h : 0)) * queries +
              (bias.query ? i : 0)] += term;
@@ -144,59 +184,85 @@ void sum_constant_bias(const Attention& a, const AttentionGrad& g, const void* g
 }
 
 template <class T>
-void sum_constant_bias(const Attention& a, const AttentionGrad& g, const void* grad_lse) {
-  if (a.bias_is_float32) return sum_constant_bias<T, float>(a, g, grad_lse);
+void sum_constant_bias(const Attention& a, const AttentionGrad& g) {
+  if (a.bias_is_float32) return sum_constant_bias<T, float>(a, g);
   switch (a.dtype) {
     case DType::kFloat64:
-      return sum_constant_bias<T, double>(a, g, grad_lse);
+      return sum_constant_bias<T, double>(a, g);
     case DType::kFloat32:
-      return sum_constant_bias<T, float>(a, g, grad_lse);
+      return sum_constant_bias<T, float>(a, g);
     case DType::kBFloat16:
-      return sum_constant_bias<T, at::BFloat16>(a, g, grad_lse);
+      return sum_constant_bias<T, at::BFloat16>(a, g);
     case DType::kFloat16:
-      return sum_constant_bias<T, at::Half>(a, g, grad_lse);
+      return sum_constant_bias<T, at::Half>(a, g);
   }
 }
 
-// grad_bias where the bias broadcasts; elsewhere run_backward has written it.
-void run_bias(const Attention& a, const AttentionGrad& g, const void* grad_lse,
-              const TypeKernels& kernels) {
-  const Pairs& bias = g.grad_bias;
+// grad_bias where the bias broadcasts; elsewhere run_ranges has written it. run_share(group, plan,
+// owner, chunk, sums, scratch) adds one share, as kernels.bias_share.
+template <class RunShare>
+void run_bias(const GradProblem& p, int64_t share_bytes, const RunShare& run_share) {
+  const Attention& a = p.groups[0];
+  const Pairs& bias = p.grads[0].grad_bias;
   if (!bias.data || bias_is_dense(a, bias) || a.batch * a.heads * a.queries * a.keys == 0) return;
-  if (!bias.key && a.keys > 1)
-    return a.dtype == DType::kFloat64 ? sum_constant_bias<double>(a, g, grad_lse)
-                                      : sum_constant_bias<float>(a, g, grad_lse);
+  if (!bias.key && a.keys > 1) {
+    for (int64_t group = 0; group < p.count; group++) {
+      if (a.dtype == DType::kFloat64)
+        sum_constant_bias<double>(p.groups[group], p.grads[group]);
+      else
+        sum_constant_bias<float>(p.groups[group], p.grads[group]);
+    }
+    return;
+  }
   BiasPlan plan{bias.batch ? a.batch : 1, bias.head ? a.heads : 1,
                 bias.query ? ceil_div(a.queries, kTile) : 1, ceil_div(a.keys, kTile), 1};
   const int64_t owners = plan.batches * plan.heads * plan.query_tiles * plan.key_tiles;
   const int64_t terms =
       a.batch * a.heads * ceil_div(a.queries, kTile) * ceil_div(a.keys, kTile) / owners;
-  // Few owners would leave threads idle: cut their sums. How does not depend on the threads, nor,
-  // where the bias has a batch of its own, on the size of the batch.
+  // Few owners would leave threads idle: cut their sums. How does not depend on the threads or the
+  // groups, nor, where the bias has a batch of its own, on the size of the batch.
   constexpr int64_t kOwnersEnough = 64;
   plan.chunks = owners / plan.batches >= kOwnersEnough ? 1 : std::min<int64_t>(8, terms);
-  const int64_t tile_bytes = kTile * kTile * kernels.element_size;
-  const int64_t scratch_bytes = ceil_div(kernels.backward_scratch_bytes(a), 64) * 64;
-  const double flops = 4 * pair_count(a) * static_cast<double>(std::max(a.head_dim, a.value_dim));
-  if (owners >= kOwnersEnough) {
-    for_each_task(
-        owners, flops, scratch_bytes + plan.chunks * tile_bytes, [&](int64_t owner, void* scratch) {
-          char* sums = static_cast<char*>(scratch) + scratch_bytes;
-          for (int64_t chunk = 0; chunk < plan.chunks; chunk++)
-            kernels.bias_share(a, g, plan, owner, chunk, sums + chunk * tile_bytes, scratch);
-          kernels.bias_finish(a, g, plan, owner, sums, scratch);
-        });
+  const int64_t tile_bytes = kTile * kTile * p.kernels.element_size;
+  const int64_t scratch_bytes = ceil_div(share_bytes, 64) * 64;
+  const double flops = 4 * static_cast<double>(p.count) * pair_count(a) *
+                       static_cast<double>(std::max(a.head_dim, a.value_dim));
+  const auto finish = [&](int64_t index, void* sums, void* scratch) {
+    const int64_t group = index / owners;
+    p.kernels.bias_finish(p.groups[group], p.grads[group], plan, index % owners, sums, scratch);
+  };
+  if (p.count * owners >= kOwnersEnough) {
+    for_each_task(p.count * owners, flops, scratch_bytes + plan.chunks * tile_bytes,
+                  [&](int64_t index, void* scratch) {
+                    char* sums = static_cast<char*>(scratch) + scratch_bytes;
+                    for (int64_t chunk = 0; chunk < plan.chunks; chunk++)
+                      run_share(index / owners, plan, index % owners, chunk,
+                                sums + chunk * tile_bytes, scratch);
+                    finish(index, sums, scratch);
+                  });
     return;
   }
-  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(owners * plan.chunks * tile_bytes);
+  const at::DataPtr memory =
+      c10::GetCPUAllocator()->allocate(p.count * owners * plan.chunks * tile_bytes);
   char* sums = static_cast<char*>(memory.get());
-  for_each_task(owners * plan.chunks, flops, scratch_bytes, [&](int64_t task, void* scratch) {
-    kernels.bias_share(a, g, plan, task / plan.chunks, task % plan.chunks, sums + task * tile_bytes,
-                       scratch);
+  for_each_task(p.count * owners * plan.chunks, flops, scratch_bytes,
+                [&](int64_t task, void* scratch) {
+                  const int64_t index = task / plan.chunks;
+                  run_share(index / owners, plan, index % owners, task % plan.chunks,
+                            sums + task * tile_bytes, scratch);
+                });
+  for_each_task(p.count * owners, 0, scratch_bytes, [&](int64_t index, void* scratch) {
+    finish(index, sums + index * plan.chunks * tile_bytes, scratch);
   });
-  for_each_task(owners, 0, scratch_bytes, [&](int64_t owner, void* scratch) {
-    kernels.bias_finish(a, g, plan, owner, sums + owner * plan.chunks * tile_bytes, scratch);
-  });
+}
+
+void run_bias(const GradProblem& p) {
+  run_bias(p, p.kernels.backward_scratch_bytes(p.groups[0]),
+           [&](int64_t group, const BiasPlan& plan, int64_t owner, int64_t chunk, void* sums,
+               void* scratch) {
+             p.kernels.bias_share(p.groups[group], p.grads[group], plan, owner, chunk, sums,
+                                  scratch);
+           });
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
@@ -207,36 +273,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     OptionalSymInt window_right, double dropout_p, double scale, bool uniform_empty_rows,
     c10::SymIntArrayRef origin, std::array<bool, 4> output_mask) {
   std::vector<Tensor> keep;
-  Attention a = describe(
+  Groups<Attention> groups = describe(
       query, key, &value, mask, bias, key_lengths, seed,
       {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
   check_saved(grad_out, grad_lse, query, value, out, lse, lse_low);
-  a.out = rows_of(out, keep);
-  set_lse(a, lse, lse_low, keep);
+  set(groups, &Attention::out, out, keep);
+  set_lse(groups, lse, lse_low, keep);
 
   const Tensor grad_query = empty_grad(query, output_mask[0]),
                grad_key = empty_grad(key, output_mask[1]);
   const Tensor grad_value = empty_grad(value, output_mask[2]);
   const Tensor grad_bias = empty_grad_bias(query, bias, output_mask[3]).zero_();
-  const Tensor delta = at::empty(lse.sizes(), lse.options());
-  const Tensor grad_lse_rows = grad_lse ? grad_lse->contiguous() : Tensor();
-  AttentionGrad g;
-  g.grad_out = rows_of(grad_out, keep);
-  g.delta = delta.data_ptr();
-  if (output_mask[0]) g.grad_query = rows_of(grad_query, keep);
-  if (output_mask[1]) g.grad_key = rows_of(grad_key, keep);
-  if (output_mask[2]) g.grad_value = rows_of(grad_value, keep);
-  if (output_mask[3] && bias) g.grad_bias = pairs_of(grad_bias);
+  const Tensor delta = empty_lse(query);
+  Groups<AttentionGrad> grads(groups.size());
+  set(grads, &AttentionGrad::grad_out, grad_out, keep);
+  set(grads, &AttentionGrad::delta, delta, keep);
+  if (grad_lse) set(grads, &AttentionGrad::grad_lse, *grad_lse, keep);
+  if (output_mask[0]) set(grads, &AttentionGrad::grad_query, grad_query, keep);
+  if (output_mask[1]) set(grads, &AttentionGrad::grad_key, grad_key, keep);
+  if (output_mask[2]) set(grads, &AttentionGrad::grad_value, grad_value, keep);
+  if (output_mask[3] && bias) set(grads, &AttentionGrad::grad_bias, grad_bias);
 
-  const TypeKernels& kernels = kernels_for(a);
-  for_each_task(a.batch * a.heads * query_blocks(a), 2 * static_cast<double>(out.numel()), 0,
-                [&](int64_t task, void*) {
-                  const QueryTask q = query_task(a, task, query_blocks(a));
-                  kernels.delta(a, g, grad_lse ? grad_lse_rows.data_ptr() : nullptr,
-                                delta.data_ptr(), q.batch, q.head, q.part);
-                });
-  run_backward(a, g, kernels);
-  run_bias(a, g, grad_lse ? grad_lse_rows.data_ptr() : nullptr, kernels);
+  const GradProblem problem{group_count(query), groups, grads, kernels_for(groups[0])};
+  run_delta(problem);
+  run_backward(problem);
+  run_bias(problem);
   return {grad_query, grad_key, grad_value, grad_bias};
 }
 
@@ -266,25 +327,27 @@ Tensor attention_weights(const Tensor& query, const Tensor& key, const OptionalT
                          c10::SymIntArrayRef origin, at::OptionalIntArrayRef heads,
                          at::OptionalIntArrayRef rows) {
   std::vector<Tensor> keep;
-  Attention a =
+  Groups<Attention> groups =
       describe(query, key, nullptr, mask, bias, key_lengths, std::nullopt,
                {corner, window_left, window_right, 0.0, scale, uniform_empty_rows, origin}, keep);
   check_selection(query, lse, lse_low, heads, rows);
-  if (lse) set_lse(a, *lse, lse_low, keep);
+  if (lse) set_lse(groups, *lse, lse_low, keep);
+  const Attention& a = groups[0];
   const Tensor weights = empty_weights(query, key, heads, rows);
   const std::vector<RowRun> runs = row_runs(a, rows);
-  const int64_t run_count = static_cast<int64_t>(runs.size()), head_count = weights.size(1);
-  const int64_t row_count = weights.size(2), item = weights.element_size();
+  const int64_t run_count = static_cast<int64_t>(runs.size()), head_count = weights.size(-3);
+  const int64_t row_count = weights.size(-2), item = weights.element_size();
   char* to = static_cast<char*>(weights.mutable_data_ptr());
   const TypeKernels& kernels = kernels_for(a);
-  for_each_task(a.batch * head_count * run_count,
+  const int64_t tasks = a.batch * head_count * run_count;
+  for_each_task(group_count(query) * tasks,
                 4.0 * static_cast<double>(weights.numel()) * static_cast<double>(a.head_dim),
                 kernels.forward_scratch_bytes(a), [&](int64_t task, void* scratch) {
                   const RowRun& run = runs[task % run_count];
                   const int64_t row = task / run_count, h = row % head_count;
-                  kernels.weights(a, row / head_count, heads ? (*heads)[h] : h, run.query,
-                                  run.count, to + (row * row_count + run.to) * a.keys * item,
-                                  scratch);
+                  kernels.weights(groups[task / tasks], row / head_count % a.batch,
+                                  heads ? (*heads)[h] : h, run.query, run.count,
+                                  to + (row * row_count + run.to) * a.keys * item, scratch);
                 });
   return weights;
 }
@@ -320,7 +383,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
   check_weights("grad_weights", grad_weights, query, key, heads, rows);
   check_weights("weights", weights, query, key, heads, rows);
   // No value: with Dv = 0 the forward gives lse alone, and nothing reaches grad_value.
-  const Tensor value = at::empty({key.size(0), key.size(1), key.size(2), 0}, key.options());
+  const Tensor value = key.narrow(-1, 0, 0);
   Tensor high, low;
   if (lse) {
     high = *lse;
@@ -331,10 +394,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
                           window_left, window_right, 0.0, scale, uniform_empty_rows, origin);
   }
   std::vector<Tensor> keep;
-  Attention a =
+  Groups<Attention> groups =
       describe(query, key, &value, mask, bias, key_lengths, std::nullopt,
                {corner, window_left, window_right, 0.0, scale, uniform_empty_rows, origin}, keep);
-  set_lse(a, high, low.defined() ? OptionalTensor(low) : std::nullopt, keep);
+  set_lse(groups, high, low.defined() ? OptionalTensor(low) : std::nullopt, keep);
 
   // A hidden pair has P = 0 and an unknown dP: select, do not multiply.
   Tensor grad = grad_weights, delta;
@@ -342,7 +405,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
   const Tensor terms = at::where(weights.eq(0), at::zeros({}, high.options()),
                                  at::mul(weights.to(sum_type), grad.to(sum_type)))
                            .contiguous();
-  delta = at::empty(terms.sizes().slice(0, 3), high.options());
+  delta = at::empty(terms.sizes().slice(0, terms.dim() - 1), high.options());
   if (sum_type == at::kDouble)
     sum_rows<double>(terms, delta);
   else
@@ -357,27 +420,26 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
         std::copy(at_indices.begin(), at_indices.end(), index.mutable_data_ptr<int64_t>());
         whole = at::zeros(shape, whole.options()).index_add(dim, index, whole);
       };
-      if (heads) spread(*heads, 1, query.size(1));
-      if (rows) spread(*rows, 2, query.size(2));
+      if (heads) spread(*heads, query.dim() - 3, query.size(-3));
+      if (rows) spread(*rows, query.dim() - 2, query.size(-2));
       return whole;
     };
     grad = place(grad);
     delta = place(delta);
   }
-  delta = delta.contiguous();
 
   const Tensor grad_query = empty_grad(query, output_mask[0]),
                grad_key = empty_grad(key, output_mask[1]);
   const Tensor grad_bias = empty_grad_bias(query, bias, output_mask[2]).zero_();
-  AttentionGrad g;
-  g.grad_weights = pairs_of(grad);
-  g.delta = delta.data_ptr();
-  if (output_mask[0]) g.grad_query = rows_of(grad_query, keep);
-  if (output_mask[1]) g.grad_key = rows_of(grad_key, keep);
-  if (output_mask[2] && bias) g.grad_bias = pairs_of(grad_bias);
-  const TypeKernels& kernels = kernels_for(a);
-  run_backward(a, g, kernels);
-  run_bias(a, g, nullptr, kernels);
+  Groups<AttentionGrad> grads(groups.size());
+  set(grads, &AttentionGrad::grad_weights, grad);
+  set(grads, &AttentionGrad::delta, delta, keep);
+  if (output_mask[0]) set(grads, &AttentionGrad::grad_query, grad_query, keep);
+  if (output_mask[1]) set(grads, &AttentionGrad::grad_key, grad_key, keep);
+  if (output_mask[2] && bias) set(grads, &AttentionGrad::grad_bias, grad_bias);
+  const GradProblem problem{group_count(query), groups, grads, kernels_for(groups[0])};
+  run_backward(problem);
+  run_bias(problem);
   return {grad_query, grad_key, grad_bias};
 }
 

@@ -56,8 +56,7 @@ struct BackwardScratch : GradScratch<K> {
 };
 
 template <class K>
-void delta(const Attention& a, const AttentionGrad& g, const void* grad_lse, void* delta_out,
-           int64_t b, int64_t h, int64_t block) {
+void delta(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t block) {
   using T = typename K::T;
   using X = typename K::X;
   const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
@@ -74,7 +73,7 @@ void delta(const Attention& a, const AttentionGrad& g, const void* grad_lse, voi
     T lanes[K::kLanes], total = 0;
     X::store(lanes, sum);
     for (int i = 0; i < K::kLanes; i++) total += lanes[i];
-    ((T*)delta_out)[at + r] = grad_lse ? total - ((const T*)grad_lse)[at + r] : total;
+    ((T*)g.delta)[at + r] = g.grad_lse ? total - ((const T*)g.grad_lse)[at + r] : total;
   }
 }
 

@@ -49,8 +49,7 @@ struct TypeKernels {
   void (*forward_few)(const Attention& a, int64_t b, int64_t kv_head, int64_t first, int64_t rows,
                       void* scratch);
   // delta = rowsum(dO * O) - dL for queries [64 block, …).
-  void (*delta)(const Attention& a, const AttentionGrad& g, const void* grad_lse, void* delta,
-                int64_t b, int64_t h, int64_t block);
+  void (*delta)(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t block);
   // One range of keys: grad_key and grad_value, and grad_query: final where there is one range,
   // else into partial [heads / kv_heads, ranges, queries, head_dim] of this key/value head.
   void (*backward)(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv_head,

@@ -72,12 +72,13 @@ struct Attention {
 
 // What backward reads and writes beside Attention (whose out and lse it reads).
 struct AttentionGrad {
-  Rows grad_out;       // [B, H, Lq, Dv]
-  Pairs grad_weights;  // the cotangent of P itself, in place of grad_out (attention_weights)
-  const void* delta = nullptr;  // [B, H, Lq] contiguous, type of lse: rowsum(dO * O) - dL
-  Rows grad_query;              // [B, H, Lq, D], data = nullptr where it is not wanted; likewise:
-  Rows grad_key, grad_value;    // [B, Hkv, Lk, D], [B, Hkv, Lk, Dv]
-  Pairs grad_bias;              // strides of the bias' own shape (0 where it broadcasts)
+  Rows grad_out;              // [B, H, Lq, Dv]
+  Pairs grad_weights;         // the cotangent of P itself, in place of grad_out (attention_weights)
+  void* grad_lse = nullptr;   // dL, [B, H, Lq] contiguous, type of lse; nullptr = zero
+  void* delta = nullptr;      // rowsum(dO * O) - dL, like it
+  Rows grad_query;            // [B, H, Lq, D], data = nullptr where it is not wanted; likewise:
+  Rows grad_key, grad_value;  // [B, Hkv, Lk, D], [B, Hkv, Lk, Dv]
+  Pairs grad_bias;            // strides of the bias' own shape (0 where it broadcasts)
 };
 
 HOST_DEVICE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
