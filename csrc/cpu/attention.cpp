@@ -1,4 +1,4 @@
-// The CPU key of the four operators: describe the problem, allocate, hand tiles to the threads.
+// The CPU key of the operators: describe the problem, allocate, hand tiles to the threads.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/where.h>
@@ -96,15 +96,21 @@ struct GradProblem {
   const TypeKernels& kernels;
 };
 
-// delta of every block of queries.
-void run_delta(const GradProblem& p) {
+// run(group, b, h, block) for every block of queries: sums over their rows.
+template <class Run>
+void run_blocks(const GradProblem& p, const Run& run) {
   const Attention& a = p.groups[0];
   const int64_t blocks = query_blocks(a), tasks = a.batch * a.heads * blocks;
   const double flops = 2 * static_cast<double>(p.count * a.batch * a.heads * a.queries) *
                        static_cast<double>(a.value_dim);
   for_each_task(p.count * tasks, flops, 0, [&](int64_t index, void*) {
     const QueryTask q = query_task(a, index % tasks, blocks);
-    p.kernels.delta(p.groups[index / tasks], p.grads[index / tasks], q.batch, q.head, q.part);
+    run(index / tasks, q.batch, q.head, q.part);
+  });
+}
+void run_delta(const GradProblem& p) {
+  run_blocks(p, [&](int64_t group, int64_t b, int64_t h, int64_t block) {
+    p.kernels.delta(p.groups[group], p.grads[group], b, h, block);
   });
 }
 
@@ -199,18 +205,20 @@ void sum_constant_bias(const Attention& a, const AttentionGrad& g) {
 }
 
 // grad_bias where the bias broadcasts; elsewhere run_ranges has written it. run_share(group, plan,
-// owner, chunk, sums, scratch) adds one share, as kernels.bias_share.
+// owner, chunk, sums, scratch) adds one share, as kernels.bias_share; lse_grads has the gradient of
+// lse.
 template <class RunShare>
-void run_bias(const GradProblem& p, int64_t share_bytes, const RunShare& run_share) {
+void run_bias(const GradProblem& p, const Groups<AttentionGrad>& lse_grads, int64_t share_bytes,
+              const RunShare& run_share) {
   const Attention& a = p.groups[0];
   const Pairs& bias = p.grads[0].grad_bias;
   if (!bias.data || bias_is_dense(a, bias) || a.batch * a.heads * a.queries * a.keys == 0) return;
   if (!bias.key && a.keys > 1) {
     for (int64_t group = 0; group < p.count; group++) {
       if (a.dtype == DType::kFloat64)
-        sum_constant_bias<double>(p.groups[group], p.grads[group]);
+        sum_constant_bias<double>(p.groups[group], lse_grads[group]);
       else
-        sum_constant_bias<float>(p.groups[group], p.grads[group]);
+        sum_constant_bias<float>(p.groups[group], lse_grads[group]);
     }
     return;
   }
@@ -257,7 +265,7 @@ void run_bias(const GradProblem& p, int64_t share_bytes, const RunShare& run_sha
 }
 
 void run_bias(const GradProblem& p) {
-  run_bias(p, p.kernels.backward_scratch_bytes(p.groups[0]),
+  run_bias(p, p.grads, p.kernels.backward_scratch_bytes(p.groups[0]),
            [&](int64_t group, const BiasPlan& plan, int64_t owner, int64_t chunk, void* sums,
                void* scratch) {
              p.kernels.bias_share(p.groups[group], p.grads[group], plan, owner, chunk, sums,
@@ -298,6 +306,137 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   run_delta(problem);
   run_backward(problem);
   run_bias(problem);
+  return {grad_query, grad_key, grad_value, grad_bias};
+}
+
+// The directions of one call, for each group.
+Groups<AttentionTangent> directions(const Groups<Attention>& groups, const Tangents& tangents,
+                                    std::vector<Tensor>& keep) {
+  Groups<AttentionTangent> found(groups.size());
+  if (tangents.query) set(found, &AttentionTangent::query, *tangents.query, keep);
+  if (tangents.key) set(found, &AttentionTangent::key, *tangents.key, keep);
+  if (tangents.value) set(found, &AttentionTangent::value, *tangents.value, keep);
+  if (tangents.bias) set(found, &AttentionTangent::bias, *tangents.bias);
+  return found;
+}
+
+std::tuple<Tensor, Tensor> attention_forward_tangent(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
+    const Tensor& lse, const OptionalTensor& lse_low, const OptionalTensor& query_tangent,
+    const OptionalTensor& key_tangent, const OptionalTensor& value_tangent,
+    const OptionalTensor& bias_tangent, const OptionalTensor& mask, const OptionalTensor& bias,
+    const OptionalTensor& key_lengths, const OptionalTensor& seed, OptionalString corner,
+    OptionalSymInt window_left, OptionalSymInt window_right, double dropout_p, double scale,
+    bool uniform_empty_rows, c10::SymIntArrayRef origin) {
+  std::vector<Tensor> keep;
+  Groups<Attention> groups = describe(
+      query, key, &value, mask, bias, key_lengths, seed,
+      {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
+  check_saved(/*grad_out=*/std::nullopt, /*grad_lse=*/std::nullopt, query, value, out, lse,
+              lse_low);
+  const Tangents given{query_tangent, key_tangent, value_tangent, bias_tangent};
+  check_tangents(given, query, key, value, bias);
+  set(groups, &Attention::out, out, keep);
+  set_lse(groups, lse, lse_low, keep);
+  Groups<AttentionTangent> tangents = directions(groups, given, keep);
+  const Tensor out_tangent = empty_out(query, value), lse_tangent = empty_lse(query);
+  set(tangents, &AttentionTangent::out, out_tangent, keep);
+  set(tangents, &AttentionTangent::lse, lse_tangent, keep);
+
+  const Attention& a = groups[0];
+  const int64_t count = group_count(query);
+  const TypeKernels& kernels = kernels_for(a);
+  // As in forward, blocks done together share what they pack.
+  const int64_t blocks = count * a.batch * a.heads * query_blocks(a);
+  const int64_t together =
+      std::clamp<int64_t>(blocks / (4 * at::get_num_threads()), 1, kernels.group);
+  const int64_t parts = ceil_div(query_blocks(a), together), tasks = a.batch * a.heads * parts;
+  const double flops = 2 * static_cast<double>(count) * pair_count(a) *
+                       static_cast<double>(3 * a.head_dim + 2 * a.value_dim);
+  for_each_task(count * tasks, flops, kernels.forward_tangent_scratch_bytes(a),
+                [&](int64_t index, void* scratch) {
+                  const QueryTask q = query_task(a, index % tasks, parts);
+                  const int64_t q0 = q.part * together * kTile, group = index / tasks;
+                  kernels.forward_tangent(groups[group], tangents[group], q.batch, q.head, q0,
+                                          std::min(together * kTile, a.queries - q0), scratch);
+                });
+  return {out_tangent, lse_tangent};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_tangent(
+    const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& lse_low,
+    const OptionalTensor& out_tangent, const OptionalTensor& lse_tangent,
+    const OptionalTensor& query_tangent, const OptionalTensor& key_tangent,
+    const OptionalTensor& value_tangent, const OptionalTensor& bias_tangent,
+    const OptionalTensor& grad_out_tangent, const OptionalTensor& grad_lse_tangent,
+    const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_lengths,
+    const OptionalTensor& seed, OptionalString corner, OptionalSymInt window_left,
+    OptionalSymInt window_right, double dropout_p, double scale, bool uniform_empty_rows,
+    c10::SymIntArrayRef origin, std::array<bool, 4> output_mask) {
+  std::vector<Tensor> keep;
+  Groups<Attention> groups = describe(
+      query, key, &value, mask, bias, key_lengths, seed,
+      {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
+  check_saved(grad_out, grad_lse, query, value, out, lse, lse_low);
+  const Tangents given{query_tangent, key_tangent, value_tangent, bias_tangent};
+  check_tangents(given, query, key, value, bias);
+  check_saved_tangents({out_tangent, lse_tangent, grad_out_tangent, grad_lse_tangent}, out, lse);
+  set(groups, &Attention::out, out, keep);
+  set_lse(groups, lse, lse_low, keep);
+
+  // The tangent of a gradient is where the gradient would be.
+  const Tensor grad_query = empty_grad(query, output_mask[0]),
+               grad_key = empty_grad(key, output_mask[1]);
+  const Tensor grad_value = empty_grad(value, output_mask[2]);
+  const Tensor grad_bias = empty_grad_bias(query, bias, output_mask[3]).zero_();
+  const Tensor delta = empty_lse(query);
+  Groups<AttentionGrad> grads(groups.size());
+  set(grads, &AttentionGrad::grad_out, grad_out, keep);
+  set(grads, &AttentionGrad::delta, delta, keep);
+  if (grad_lse) set(grads, &AttentionGrad::grad_lse, *grad_lse, keep);
+  if (output_mask[0]) set(grads, &AttentionGrad::grad_query, grad_query, keep);
+  if (output_mask[1]) set(grads, &AttentionGrad::grad_key, grad_key, keep);
+  if (output_mask[2]) set(grads, &AttentionGrad::grad_value, grad_value, keep);
+  if (output_mask[3] && bias) set(grads, &AttentionGrad::grad_bias, grad_bias);
+
+  Groups<AttentionTangent> tangents = directions(groups, given, keep);
+  if (out_tangent) set(tangents, &AttentionTangent::out, *out_tangent, keep);
+  if (lse_tangent) set(tangents, &AttentionTangent::lse, *lse_tangent, keep);
+  if (grad_out_tangent) set(tangents, &AttentionTangent::grad_out, *grad_out_tangent, keep);
+  if (grad_lse_tangent) set(tangents, &AttentionTangent::grad_lse, *grad_lse_tangent, keep);
+  Tensor delta_tangent;
+  if (out_tangent || grad_out_tangent || grad_lse_tangent) {
+    delta_tangent = empty_lse(query);
+    set(tangents, &AttentionTangent::delta, delta_tangent, keep);
+  }
+
+  const GradProblem problem{group_count(query), groups, grads, kernels_for(groups[0])};
+  const TypeKernels& kernels = problem.kernels;
+  run_delta(problem);
+  if (delta_tangent.defined())
+    run_blocks(problem, [&](int64_t group, int64_t b, int64_t h, int64_t block) {
+      kernels.delta_tangent(groups[group], grads[group], tangents[group], b, h, block);
+    });
+  const int64_t scratch_bytes = kernels.backward_tangent_scratch_bytes(groups[0]);
+  run_ranges(
+      problem, scratch_bytes, /*products=*/12,
+      [&](int64_t group, int64_t b, int64_t kv_head, int64_t range, void* partial, void* scratch) {
+        kernels.backward_tangent(groups[group], grads[group], tangents[group], b, kv_head, range,
+                                 partial, scratch);
+      });
+  // Where the bias is constant along the keys, its gradient is that of lse, and so in the tangent.
+  Groups<AttentionGrad> lse_grads = grads;
+  for (size_t i = 0; i < grads.size(); i++) {
+    lse_grads[i].grad_lse = tangents[i].grad_lse;
+    if (tangents[i].delta) lse_grads[i].delta = tangents[i].delta;
+  }
+  run_bias(problem, lse_grads, scratch_bytes,
+           [&](int64_t group, const BiasPlan& plan, int64_t owner, int64_t chunk, void* sums,
+               void* scratch) {
+             kernels.bias_share_tangent(groups[group], grads[group], tangents[group], plan, owner,
+                                        chunk, sums, scratch);
+           });
   return {grad_query, grad_key, grad_value, grad_bias};
 }
 
@@ -449,6 +588,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
 TORCH_LIBRARY_IMPL(mha_ext, CPU, m) {
   m.impl("attention_forward", mha_ext::cpu::attention_forward);
   m.impl("attention_backward", mha_ext::cpu::attention_backward);
+  m.impl("attention_forward_tangent", mha_ext::cpu::attention_forward_tangent);
+  m.impl("attention_backward_tangent", mha_ext::cpu::attention_backward_tangent);
   m.impl("attention_weights", mha_ext::cpu::attention_weights);
   m.impl("attention_weights_backward", mha_ext::cpu::attention_weights_backward);
 }

@@ -361,18 +361,12 @@ void add_ranges(const Attention& a, const AttentionGrad& g, const void* partial,
 
 // The gradient of a bias that broadcasts over (b, h) or the queries: each of its tiles has one
 // owner, who computes dS again for every (b, h), and every block of queries it broadcasts over, in
-// order; a share is a piece of that list.
-template <class K>
-void bias_share(const Attention& a, const AttentionGrad& g, const BiasPlan& plan, int64_t owner,
-                int64_t chunk, void* sums_pointer, void* scratch) {
-  using T = typename K::T;
+// order; a share is a piece of that list. gradient(b, h, q0, rows, k0, keys) gives the tile dS, or
+// nullptr where it is empty.
+template <class K, class Gradient>
+void add_bias_share(const Attention& a, const BiasPlan& plan, int64_t owner, int64_t chunk,
+                    typename K::T* sums, const Gradient& gradient) {
   using X = typename K::X;
-  [[maybe_unused]] const typename K::Dot::Session session;
-  Arena arena{(char*)scratch};
-  GradScratch<K> w(a, arena);
-  auto* keys_in = arena.take<typename K::Unit>(kTile * operand_width<K>(a.head_dim));
-  auto* values_in = arena.take<typename K::Unit>(kTile * operand_width<K>(a.value_dim));
-  T* sums = (T*)sums_pointer;
   for (int64_t i = 0; i < kTile * kRow; i++) sums[i] = 0;
 
   const int64_t key_tile = owner % plan.key_tiles,
@@ -389,25 +383,40 @@ void bias_share(const Attention& a, const AttentionGrad& g, const BiasPlan& plan
     const int64_t q0 = (query_tile + i % query_tiles) * kTile;
     const int64_t rows = min_of(kTile, a.queries - q0);
     const int64_t h = head + i / query_tiles % heads, b = batch + i / (query_tiles * heads);
-    const int64_t kv = kv_head(a, h);
     const Range seen = seen_by_any(a, b, q0, q0 + rows - 1);
     if (k0 >= seen.end || k0 + keys <= seen.begin) continue;
-    load_queries<K>(a, g, b, h, q0, rows, w);
-    const Operand key_rows =
-        rows_operand<K>(row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, keys_in);
-    const Operand value_rows =
-        rows_operand<K>(row_of<K>(a.value, b, kv, k0), a.value.row, keys, a.value_dim, values_in);
-    if (gradient_tile<K>(a, g, b, h, q0, rows, k0, keys, key_rows, value_rows, w) ==
-        Visibility::kEmpty)
-      continue;
+    const typename K::T* const tile = gradient(b, h, q0, rows, k0, keys);
+    if (!tile) continue;
     const uint64_t exist = first_bits(rows);  // lanes past the last query hold anything
     for (int64_t n = 0; n < keys; n++)
       for (int64_t lane = 0; lane < rows; lane += K::kLanes) {
-        const typename X::V ds = X::load(w.ds + n * kRow + lane);
-        T* sum = sums + n * kRow + lane;
+        const typename X::V ds = X::load(tile + n * kRow + lane);
+        typename K::T* sum = sums + n * kRow + lane;
         X::store(sum, X::add(X::load(sum), X::select(X::mask(exist >> lane), ds, X::zero())));
       }
   }
+}
+
+template <class K>
+void bias_share(const Attention& a, const AttentionGrad& g, const BiasPlan& plan, int64_t owner,
+                int64_t chunk, void* sums, void* scratch) {
+  [[maybe_unused]] const typename K::Dot::Session session;
+  Arena arena{(char*)scratch};
+  GradScratch<K> w(a, arena);
+  auto* keys_in = arena.take<typename K::Unit>(kTile * operand_width<K>(a.head_dim));
+  auto* values_in = arena.take<typename K::Unit>(kTile * operand_width<K>(a.value_dim));
+  add_bias_share<K>(a, plan, owner, chunk, (typename K::T*)sums,
+                    [&](int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0, int64_t keys) {
+                      const int64_t kv = kv_head(a, h);
+                      load_queries<K>(a, g, b, h, q0, rows, w);
+                      const Operand key_rows = rows_operand<K>(
+                          row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, keys_in);
+                      const Operand value_rows = rows_operand<K>(
+                          row_of<K>(a.value, b, kv, k0), a.value.row, keys, a.value_dim, values_in);
+                      const Visibility visible =
+                          gradient_tile<K>(a, g, b, h, q0, rows, k0, keys, key_rows, value_rows, w);
+                      return visible == Visibility::kEmpty ? nullptr : w.ds;
+                    });
 }
 
 template <class K>

@@ -148,6 +148,8 @@ struct MultiplyTiles : PairUnits<16> {
 //
 #include "backward-inl.h"
 //
+#include "tangent-inl.h"
+//
 #include "table-inl.h"
 
 namespace mha_ext::cpu {

@@ -22,6 +22,8 @@ TARGET_BEGIN("avx2,fma,f16c,bmi,bmi2")
 //
 #include "backward-inl.h"
 //
+#include "tangent-inl.h"
+//
 #include "table-inl.h"
 
 namespace mha_ext::cpu {

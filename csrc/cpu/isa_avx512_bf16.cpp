@@ -46,6 +46,8 @@ struct MultiplyPairs : PairUnits<1> {
 //
 #include "backward-inl.h"
 //
+#include "tangent-inl.h"
+//
 #include "table-inl.h"
 
 namespace mha_ext::cpu {

@@ -18,6 +18,8 @@
 //
 #include "backward-inl.h"
 //
+#include "tangent-inl.h"
+//
 #include "table-inl.h"
 
 namespace mha_ext::cpu {

@@ -40,6 +40,8 @@ struct TypeKernels {
   // others.
   int64_t (*forward_scratch_bytes)(const Attention& a);
   int64_t (*backward_scratch_bytes)(const Attention& a);
+  int64_t (*forward_tangent_scratch_bytes)(const Attention& a);
+  int64_t (*backward_tangent_scratch_bytes)(const Attention& a);
   int64_t group;  // blocks of 64 queries that forward does best together
   // Queries [q0, q0 + rows), rows <= 64 group, of head h of batch entry b: out, lse and lse_low.
   void (*forward)(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
@@ -63,6 +65,18 @@ struct TypeKernels {
   // The shares of one owner, added in order, into grad_bias.
   void (*bias_finish)(const Attention& a, const AttentionGrad& g, const BiasPlan& plan,
                       int64_t owner, void* sums, void* scratch);
+  // The tangent of forward for queries [q0, q0 + rows), rows <= 64 group: t.out and t.lse.
+  void (*forward_tangent)(const Attention& a, const AttentionTangent& t, int64_t b, int64_t h,
+                          int64_t q0, int64_t rows, void* scratch);
+  // t.delta for queries [64 block, …), where grad_out, out or grad_lse has a tangent.
+  void (*delta_tangent)(const Attention& a, const AttentionGrad& g, const AttentionTangent& t,
+                        int64_t b, int64_t h, int64_t block);
+  // The tangents of what backward and bias_share compute.
+  void (*backward_tangent)(const Attention& a, const AttentionGrad& g, const AttentionTangent& t,
+                           int64_t b, int64_t kv_head, int64_t range, void* partial, void* scratch);
+  void (*bias_share_tangent)(const Attention& a, const AttentionGrad& g, const AttentionTangent& t,
+                             const BiasPlan& plan, int64_t owner, int64_t chunk, void* sums,
+                             void* scratch);
   // P of queries [q0, q0 + rows), rows <= 64, of head h of batch entry b, into out [rows, keys],
   // contiguous rows.
   void (*weights)(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, void* out,

@@ -22,12 +22,31 @@ int64_t forward_scratch_bytes(const Attention& a) {
   return max_of(arena.used + levels, few_arena.used);
 }
 
+template <class K>
+int64_t forward_tangent_scratch_bytes(const Attention& a) {
+  Arena arena{nullptr};
+  ForwardTangentScratch<K> scratch(a, arena);
+  return arena.used;
+}
+
+template <class K>
+int64_t backward_tangent_scratch_bytes(const Attention& a) {
+  Arena backward_arena{nullptr}, bias_arena{nullptr};
+  BackwardTangentScratch<K> backward_scratch(a, backward_arena);
+  GradTangentScratch<K> bias_scratch(a, bias_arena);
+  bias_arena.take<typename K::Unit>(2 * kTile * operand_width<K>(a.head_dim));
+  bias_arena.take<typename K::Unit>(2 * kTile * operand_width<K>(a.value_dim));
+  return max_of(backward_arena.used, bias_arena.used + 4 * 64);
+}
+
 template <class X, class Dot, class S>
 constexpr TypeKernels type_kernels() {
   using K = Kind<X, Dot, S>;
   return {sizeof(typename K::T),
           forward_scratch_bytes<K>,
           backward_scratch_bytes<K>,
+          forward_tangent_scratch_bytes<K>,
+          backward_tangent_scratch_bytes<K>,
           kGroup,
           forward<K>,
           forward_few<K>,
@@ -36,6 +55,10 @@ constexpr TypeKernels type_kernels() {
           add_ranges<K>,
           bias_share<K>,
           bias_finish<K>,
+          forward_tangent<K>,
+          delta_tangent<K>,
+          backward_tangent<K>,
+          bias_share_tangent<K>,
           weights<K>,
           multiply_add<X, Dot>};
 }

@@ -81,6 +81,18 @@ struct AttentionGrad {
   Pairs grad_bias;            // strides of the bias' own shape (0 where it broadcasts)
 };
 
+// The direction of a derivative, each like what it belongs to; data = nullptr: zero. With it a
+// tangent of AttentionGrad's results is written to where AttentionGrad says.
+struct AttentionTangent {
+  Rows query, key, value;
+  Pairs bias;
+  Rows out;                  // O', a result of forward_tangent
+  void* lse = nullptr;       // lse' = rowsum(P * S'), a result too; like lse, nullptr = zero
+  Rows grad_out;             // dO'
+  void* grad_lse = nullptr;  // dL', like lse; nullptr = zero
+  void* delta = nullptr;     // rowsum(dO' * O + dO * O') - dL'; nullptr = zero
+};
+
 HOST_DEVICE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 HOST_DEVICE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
