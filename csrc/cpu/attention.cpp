@@ -157,12 +157,62 @@ void run_ranges(const GradProblem& p, int64_t scratch_bytes, double products,
   }
 }
 
+// grad_query, grad_key and grad_value of first order. Where there are many heads, a task is a head;
+// else some ranges of keys of a head, whose sums of grad_query are added afterwards.
 void run_backward(const GradProblem& p) {
-  run_ranges(
-      p, p.kernels.backward_scratch_bytes(p.groups[0]), /*products=*/5,
-      [&](int64_t group, int64_t b, int64_t kv_head, int64_t range, void* partial, void* scratch) {
-        p.kernels.backward(p.groups[group], p.grads[group], b, kv_head, range, partial, scratch);
-      });
+  const Attention& a = p.groups[0];
+  const KeyRanges ranges = grad_ranges(a);
+  const int64_t group_heads = a.batch * a.kv_heads, kv_heads = p.count * group_heads;
+  if (kv_heads == 0) return;
+  const int64_t shared = a.heads / a.kv_heads, blocks = query_blocks(a);
+  const int64_t sum_bytes = blocks * query_sum_size(a) * p.kernels.element_size;
+  const int64_t scratch_bytes = ceil_div(p.kernels.backward_scratch_bytes(a), 64) * 64;
+  const int64_t together = ranges_together(a), threads = available_threads();
+  const double flops = 10 * static_cast<double>(p.count) * pair_count(a) *
+                       static_cast<double>(std::max(a.head_dim, a.value_dim));
+  const auto backward = [&](int64_t head, KeyPart part, void* sums, void* scratch) {
+    const int64_t group = head / group_heads, row = head % group_heads;
+    p.kernels.backward(p.groups[group], p.grads[group], row / a.kv_heads, row % a.kv_heads, part,
+                       sums, scratch);
+  };
+  if (ranges.count == 1 || threads == 1 || kv_heads >= 4 * threads) {
+    const bool one_call = together == ranges.count;
+    for_each_task(kv_heads, flops, scratch_bytes + (one_call ? 0 : shared * sum_bytes),
+                  [&](int64_t head, void* scratch) {
+                    void* sums = one_call ? nullptr : static_cast<char*>(scratch) + scratch_bytes;
+                    for (int64_t first = 0; first < ranges.count; first += together)
+                      backward(head, {first, std::min(first + together, ranges.count), false}, sums,
+                               scratch);
+                  });
+    return;
+  }
+  // Enough tasks for all threads, but the sums of few heads at a time, so that memory does not grow
+  // with their number.
+  const int64_t size = std::clamp<int64_t>(kv_heads * ranges.count / (4 * threads), 1, together);
+  const int64_t parts = ceil_div(ranges.count, size);
+  const int64_t wave = std::min(kv_heads, ceil_div(4 * threads, parts));
+  const int64_t head_bytes = shared * ranges.count * sum_bytes;
+  const bool with_sums = p.grads[0].grad_query.data;
+  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(with_sums ? wave * head_bytes : 0);
+  char* sums = static_cast<char*>(memory.get());
+  for (int64_t first = 0; first < kv_heads; first += wave) {
+    const int64_t count = std::min(wave, kv_heads - first);
+    for_each_task(count * parts, flops * static_cast<double>(count) / static_cast<double>(kv_heads),
+                  scratch_bytes, [&](int64_t task, void* scratch) {
+                    const int64_t head = task % count, range = task / count * size;
+                    backward(first + head, {range, std::min(range + size, ranges.count), true},
+                             sums + head * head_bytes, scratch);
+                  });
+    if (!with_sums) continue;
+    const int64_t group_rows = a.batch * a.heads;
+    for_each_task(count * shared * blocks, static_cast<double>(count * head_bytes) / 4, 0,
+                  [&](int64_t task, void*) {
+                    const int64_t head = task / blocks, row = first * shared + head;
+                    p.kernels.add_sums(p.groups[row / group_rows], p.grads[row / group_rows],
+                                       sums + head * ranges.count * sum_bytes,
+                                       row % group_rows / a.heads, row % a.heads, task % blocks);
+                  });
+  }
 }
 
 // A bias that is the same for all keys of a row moves the scores of that row alike, and P not at

@@ -11,7 +11,8 @@ struct GradScratch {
   using T = typename K::T;
   using Unit = typename K::Unit;
   Unit *query, *grad_out;  // lanes, for the scores
-  T *p, *ds, *extra, *high, *low;
+  T *p, *ds, *extra;
+  T *high, *low, *shift;  // of each query: exp subtracts lse = high + low, dP its delta
   uint64_t *bits, *keep;
 
   GradScratch(const Attention& a, Arena& arena) {
@@ -22,6 +23,7 @@ struct GradScratch {
     extra = arena.take<T>(kTile * kRow);
     high = arena.take<T>(kRow);
     low = arena.take<T>(kRow);
+    shift = arena.take<T>(kRow);
     bits = arena.take<uint64_t>(kTile);
     keep = arena.take<uint64_t>(kTile);
   }
@@ -33,58 +35,128 @@ struct BackwardScratch : GradScratch<K> {
   using Unit = typename K::Unit;
   Unit *query_rows, *grad_out_rows;  // vectors along the width, for dK and dV
   Unit *keys_in, *keys_across, *values_in, *pairs, *pair_rows, *clean_keys;
+  Operand* key_columns;  // of each tile
+  bool* touched;         // whether the tile's grad_key and grad_value hold something
   typename K::S* clean;
-  T *grad_query, *grad_key, *grad_value, *one;
+  T *total, *grad_query, *grad_key, *grad_value, *one;
 
   BackwardScratch(const Attention& a, Arena& arena) : GradScratch<K>(a, arena) {
     const int64_t d = padded<K>(a.head_dim), dv = padded<K>(a.value_dim);
-    const int64_t range = round_up(min_of(key_ranges(a).size, a.keys), kTile);
+    const int64_t keys = min_of(a.keys, ranges_together(a) * grad_ranges(a).size);
+    const int64_t tiles = ceil_div(keys, kTile), length = tiles * kTile;
     query_rows = arena.take<Unit>(kTile * d);
     grad_out_rows = arena.take<Unit>(kTile * dv);
-    keys_in = arena.take<Unit>(range * operand_width<K>(a.head_dim));
-    keys_across = arena.take<Unit>(K::kPairs ? range / 2 * d : 0);
-    values_in = arena.take<Unit>(range * operand_width<K>(a.value_dim));
+    keys_in = arena.take<Unit>(length * operand_width<K>(a.head_dim));
+    keys_across = arena.take<Unit>(K::kPairs ? length / 2 * d : 0);
+    values_in = arena.take<Unit>(length * operand_width<K>(a.value_dim));
+    key_columns = arena.take<Operand>(tiles);
+    touched = arena.take<bool>(tiles);
     pairs = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
     pair_rows = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
-    grad_query = arena.take<T>(height_of<K>(a.head_dim) * kRow);
-    grad_key = arena.take<T>(range * d);
-    grad_value = arena.take<T>(range * dv);
+    total = arena.take<T>(query_sum_size(a));
+    grad_query = arena.take<T>(query_sum_size(a));
+    grad_key = arena.take<T>(length * d);
+    grad_value = arena.take<T>(length * dv);
     one = arena.take<T>(kRow);
     clean = arena.take<typename K::S>(kTile * max_of(a.head_dim, a.value_dim));
     clean_keys = arena.take<Unit>(kTile * operand_width<K>(a.head_dim));
   }
 };
 
+// delta = rowsum(dO o O) - dL: a vector of partial sums a row, then a transpose adds them for
+// several rows at once.
 template <class K>
 void delta(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t block) {
   using T = typename K::T;
   using X = typename K::X;
+  constexpr int kLanes = K::kLanes;
   const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
   const int64_t at = (b * a.heads + h) * a.queries + q0;
-  for (int64_t r = 0; r < rows; r++) {
-    const typename K::S* out = row_of<K>(a.out, b, h, q0 + r);
-    const typename K::S* grad = row_of<K>(g.grad_out, b, h, q0 + r);
-    typename X::V sum = X::zero();
-    int64_t d = 0;
-    for (; d + K::kLanes <= a.value_dim; d += K::kLanes)
-      sum = X::fma(X::load(out + d), X::load(grad + d), sum);
-    if (d < a.value_dim)
-      sum = X::fma(X::load(out + d, a.value_dim - d), X::load(grad + d, a.value_dim - d), sum);
-    T lanes[K::kLanes], total = 0;
-    X::store(lanes, sum);
-    for (int i = 0; i < K::kLanes; i++) total += lanes[i];
-    ((T*)g.delta)[at + r] = g.grad_lse ? total - ((const T*)g.grad_lse)[at + r] : total;
+  for (int64_t r = 0; r < rows; r += kLanes) {
+    const int64_t height = min_of(kLanes, rows - r);
+    typename X::V sums[kLanes];
+    for (int i = 0; i < kLanes; i++) {
+      sums[i] = X::zero();
+      if (i >= height) continue;
+      const typename K::S* out = row_of<K>(a.out, b, h, q0 + r + i);
+      const typename K::S* grad = row_of<K>(g.grad_out, b, h, q0 + r + i);
+      for (int64_t d = 0; d < a.value_dim; d += kLanes)
+        sums[i] = X::fma(load_up_to<X>(out + d, a.value_dim - d),
+                         load_up_to<X>(grad + d, a.value_dim - d), sums[i]);
+    }
+    X::transpose(sums);
+#pragma GCC unroll 4
+    for (int step = 1; step < kLanes; step *= 2)
+#pragma GCC unroll 16
+      for (int i = 0; i + step < kLanes; i += 2 * step) sums[i] = X::add(sums[i], sums[i + step]);
+    if (g.grad_lse) sums[0] = X::sub(sums[0], load_up_to<X>((const T*)g.grad_lse + at + r, height));
+    T* to = (T*)g.delta + at + r;
+    if (height == kLanes)
+      X::store(to, sums[0]);
+    else
+      X::store(to, sums[0], height);
   }
 }
 
-// Packs one block of queries: Q and dO as lanes, and what exp subtracts.
+// Packs one block of queries: Q and dO as lanes, and what is subtracted from S and dP.
 template <class K>
 void load_queries(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t q0,
                   int64_t rows, GradScratch<K>& w) {
   row_levels<K>(a, b, h, q0, rows, w.high, w.low);
+  const typename K::T* delta = (const typename K::T*)g.delta + (b * a.heads + h) * a.queries + q0;
+  for (int64_t r = 0; r < kRow; r++) w.shift[r] = r < rows ? delta[r] : 0;
   pack_query<K>(a, b, h, q0, rows, w.query);
   if (g.grad_out.data)
     pack_lanes<K>(row_of<K>(g.grad_out, b, h, q0), g.grad_out.row, rows, a.value_dim, w.grad_out);
+}
+
+// From S and dP: w.p = P, or Z without the factor of dropout, w.ds = dS. `kVectors` of them are the
+// lanes of one pass, so that what belongs to a query stays in registers.
+template <class K, bool kDropout, bool kPartial, int kVectors>
+void gradient_lanes(int64_t lane, int64_t keys, typename K::T keep_scale, GradScratch<K>& w) {
+  using X = typename K::X;
+  using V = typename X::V;
+  V high[kVectors], low[kVectors], shift[kVectors];
+#pragma GCC unroll 4
+  for (int i = 0; i < kVectors; i++) {
+    high[i] = X::load(w.high + lane + i * K::kLanes);
+    low[i] = X::load(w.low + lane + i * K::kLanes);
+    shift[i] = X::load(w.shift + lane + i * K::kLanes);
+  }
+  const V kept_scale = X::set(keep_scale);
+  typename K::T *p = w.p + lane, *ds = w.ds + lane;
+  for (int64_t n = 0; n < keys; n++, p += kRow, ds += kRow) {
+    const uint64_t keep = kDropout ? w.keep[n] >> lane : 0, bits = kPartial ? w.bits[n] >> lane : 0;
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; i++) {
+      const int at = i * K::kLanes;
+      V weight = exp_of<X>(X::sub(X::sub(X::load(p + at), high[i]), low[i]));
+      V grad = X::load(ds + at), kept = weight;
+      if constexpr (kDropout) {
+        const typename X::M in = X::mask(keep >> at);
+        grad = X::select(in, X::mul(kept_scale, grad), X::zero());
+        kept = X::select(in, weight, X::zero());
+      }
+      grad = X::mul(weight, X::sub(grad, shift[i]));
+      if constexpr (kPartial) {
+        const typename X::M seen = X::mask(bits >> at);
+        grad = X::select(seen, grad, X::zero());
+        kept = X::select(seen, kept, X::zero());
+      }
+      X::store(p + at, kept);
+      X::store(ds + at, grad);
+    }
+  }
+}
+
+template <class K, bool kDropout, bool kPartial>
+void gradient_rows(int64_t vectors, int64_t keys, double keep_scale, GradScratch<K>& w) {
+  constexpr int kMost = K::X::kRegisters == 32 ? 4 : 1;
+  int64_t i = 0;
+  for (; i + kMost <= vectors; i += kMost)
+    gradient_lanes<K, kDropout, kPartial, kMost>(i * K::kLanes, keys, (typename K::T)keep_scale, w);
+  for (; i < vectors; i++)
+    gradient_lanes<K, kDropout, kPartial, 1>(i * K::kLanes, keys, (typename K::T)keep_scale, w);
 }
 
 // w.p = Z (without the factor of dropout), w.ds = dS of one tile; hidden pairs are 0, whatever they
@@ -93,9 +165,6 @@ template <class K>
 Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
                          int64_t q0, int64_t rows, int64_t k0, int64_t keys, Operand key_rows,
                          Operand value_rows, GradScratch<K>& w) {
-  using T = typename K::T;
-  using X = typename K::X;
-  using V = typename X::V;
   Visibility visible = tile_visibility(a, b, h, q0, rows, k0, keys, w.bits);
   if (visible == Visibility::kEmpty) return visible;
   visible =
@@ -107,31 +176,15 @@ Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, 
     score_product<K>(value_rows, keys, a.value_dim, w.grad_out, vectors, w.ds);
   const bool partial = visible == Visibility::kPartial, dropout = a.dropout.seed != nullptr;
   if (dropout) dropout_tile<K>(a, b, h, q0, rows, k0, keys, w.keep);
-  const V kept_scale = X::set((T)a.dropout.keep_scale);
-  const T* delta = (const T*)g.delta + (b * a.heads + h) * a.queries + q0;
-  for (int64_t i = 0; i < vectors; i++) {
-    const int64_t lane = i * K::kLanes, left = rows - lane;
-    const V high = X::load(w.high + lane), low = X::load(w.low + lane);
-    const V shift = left < K::kLanes ? X::load(delta + lane, left) : X::load(delta + lane);
-    for (int64_t n = 0; n < keys; n++) {
-      T *p = w.p + n * kRow + lane, *ds = w.ds + n * kRow + lane;
-      V weight = exp_of<X>(X::sub(X::sub(X::load(p), high), low));
-      V grad = X::load(ds), kept = weight;
-      if (dropout) {
-        const typename X::M keep = X::mask(w.keep[n] >> lane);
-        grad = X::select(keep, X::mul(kept_scale, grad), X::zero());
-        kept = X::select(keep, weight, X::zero());
-      }
-      grad = X::mul(weight, X::sub(grad, shift));
-      if (partial) {
-        const typename X::M seen = X::mask(w.bits[n] >> lane);
-        grad = X::select(seen, grad, X::zero());
-        kept = X::select(seen, kept, X::zero());
-      }
-      X::store(p, kept);
-      X::store(ds, grad);
-    }
-  }
+  const double keep_scale = a.dropout.keep_scale;
+  if (dropout && partial)
+    gradient_rows<K, true, true>(vectors, keys, keep_scale, w);
+  else if (dropout)
+    gradient_rows<K, true, false>(vectors, keys, keep_scale, w);
+  else if (partial)
+    gradient_rows<K, false, true>(vectors, keys, keep_scale, w);
+  else
+    gradient_rows<K, false, false>(vectors, keys, keep_scale, w);
   return visible;
 }
 
@@ -179,40 +232,53 @@ void add_uniform_values(const Attention& a, const AttentionGrad& g, int64_t b, i
   }
 }
 
-// Where one tile stands: its queries and keys in memory, and their place among the keys of the
-// range.
+// Where one tile stands: its queries and keys in memory, its place among the keys of the call, and
+// what its gradients are added to.
 template <class K>
 struct TilePlace {
   const typename K::S *query, *grad_out, *key;
   int64_t rows, keys, at;
-  bool first;  // of its block: before it, grad_query holds nothing
+  bool fresh;  // grad_key and grad_value hold nothing yet
+  typename K::T* grad_query;
+  Update query_update;
 };
+
+// C = sum or C += terms, whichever is meant.
+template <class K, Contiguous kA>
+void update_product(Update update, Operand a, int64_t rows, int64_t count,
+                    const typename K::Unit* x, int64_t ldx, int64_t vectors, typename K::T* c,
+                    int64_t ldc) {
+  using X = typename K::X;
+  using Dot = typename K::Dot;
+  switch (update) {
+    case Update::kStore:
+      return product<X, Dot, kA, Update::kStore>(a, rows, count, x, ldx, vectors, c, ldc);
+    case Update::kAdd:
+      return product<X, Dot, kA, Update::kAdd>(a, rows, count, x, ldx, vectors, c, ldc);
+    case Update::kAddSum:
+      return product<X, Dot, kA, Update::kAddSum>(a, rows, count, x, ldx, vectors, c, ldc);
+  }
+}
 
 // grad_value, grad_key and grad_query of one tile, from w.p and w.ds.
 template <class K>
 void add_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K>& tile,
                    Operand key_columns, BackwardScratch<K>& w) {
-  using X = typename K::X;
-  using Dot = typename K::Dot;
   const int64_t ld = padded<K>(a.head_dim), ldv = padded<K>(a.value_dim);
   const int64_t units = units_of<K>(tile.rows), vectors = vectors_of<K>(tile.rows);
+  const Update update = tile.fresh ? Update::kStore : Update::kAdd;
   if (g.grad_value.data)
-    product<X, Dot, Contiguous::kAlongT, Update::kAdd>(
-        tile_operand<K>(w.p, tile.keys, tile.rows, w.pair_rows), tile.keys, units, w.grad_out_rows,
-        ldv, ldv / K::kLanes, w.grad_value + tile.at * ldv, ldv);
+    update_product<K, Contiguous::kAlongT>(
+        update, tile_operand<K>(w.p, tile.keys, tile.rows, w.pair_rows), tile.keys, units,
+        w.grad_out_rows, ldv, ldv / K::kLanes, w.grad_value + tile.at * ldv, ldv);
   if (g.grad_key.data)
-    product<X, Dot, Contiguous::kAlongT, Update::kAdd>(
-        tile_operand<K>(w.ds, tile.keys, tile.rows, w.pair_rows), tile.keys, units, w.query_rows,
-        ld, ld / K::kLanes, w.grad_key + tile.at * ld, ld);
-  if (!g.grad_query.data) return;
-  const typename K::Unit* ds = tile_vectors<K>(w.ds, tile.keys, vectors, w.pairs);
-  const int64_t key_units = units_of<K>(tile.keys);
-  if (tile.first)
-    product<X, Dot, Contiguous::kAlongM, Update::kStore>(key_columns, a.head_dim, key_units, ds,
-                                                         kRow, vectors, w.grad_query, kRow);
-  else
-    product<X, Dot, Contiguous::kAlongM, Update::kAdd>(key_columns, a.head_dim, key_units, ds, kRow,
-                                                       vectors, w.grad_query, kRow);
+    update_product<K, Contiguous::kAlongT>(
+        update, tile_operand<K>(w.ds, tile.keys, tile.rows, w.pair_rows), tile.keys, units,
+        w.query_rows, ld, ld / K::kLanes, w.grad_key + tile.at * ld, ld);
+  if (g.grad_query.data)
+    update_product<K, Contiguous::kAlongM>(
+        tile.query_update, key_columns, a.head_dim, units_of<K>(tile.keys),
+        tile_vectors<K>(w.ds, tile.keys, vectors, w.pairs), kRow, vectors, tile.grad_query, kRow);
 }
 
 // The same for a partial tile whose operands are not finite.
@@ -236,100 +302,172 @@ void add_dirty_gradients(const Attention& a, const AttentionGrad& g, const TileP
     add_nonfinite_rows<K>(w.ds, w.bits, tile.query, a.query.row, rows, keys, d,
                           w.grad_key + tile.at * ld, ld);
   if (g.grad_query.data)
-    add_nonfinite_lanes<K>(w.ds, w.bits, tile.key, a.key.row, keys, d, w.grad_query);
+    add_nonfinite_lanes<K>(w.ds, w.bits, tile.key, a.key.row, keys, d, tile.grad_query);
   // The next tile wants them as they were.
   if (g.grad_out.data) pack_rows<K>(tile.grad_out, g.grad_out.row, rows, dv, w.grad_out_rows, ldv);
   pack_rows<K>(tile.query, a.query.row, rows, d, w.query_rows, ld);
 }
 
+// to += from, or to += 0: -0 becomes 0, as if a range that sees nothing had been added.
 template <class K>
-void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv, int64_t range,
-              void* partial_sums, void* scratch) {
+void add_lanes(const typename K::T* from, int64_t columns, int64_t vectors, typename K::T* to) {
+  using X = typename K::X;
+  for (int64_t c = 0; c < columns; c++)
+    for (int64_t i = 0; i < vectors; i++) {
+      typename K::T* p = to + c * kRow + i * K::kLanes;
+      X::store(p, X::add(X::load(p), from ? X::load(from + (p - to)) : X::zero()));
+    }
+}
+
+template <class K>
+void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv, KeyPart part,
+              void* sums, void* scratch) {
   using T = typename K::T;
   using X = typename K::X;
   using Dot = typename K::Dot;
-  constexpr int64_t kUnit = sizeof(typename K::Unit);
   [[maybe_unused]] const typename Dot::Session session;
+  const KeyRanges ranges = grad_ranges(a);
+  const int64_t begin = part.first * ranges.size, end = min_of(a.keys, part.last * ranges.size);
+  const int64_t length = max_of(0, end - begin);
   Arena arena{(char*)scratch};
   BackwardScratch<K> w(a, arena);
-  const KeyRanges ranges = key_ranges(a);
-  const int64_t begin = range * ranges.size, end = min_of(a.keys, begin + ranges.size);
-  const int64_t length = max_of(0, end - begin);
   const int64_t ld = padded<K>(a.head_dim), ldv = padded<K>(a.value_dim);
   const int64_t group = a.heads / a.kv_heads, blocks = ceil_div(a.queries, kTile);
   const bool write_bias = g.grad_bias.data && bias_is_dense(a, g.grad_bias);
+  const bool uniform = a.uniform_empty_rows && g.grad_value.data;
   for (int64_t r = 0; r < kRow; r++) w.one[r] = 1;
-  for (int64_t i = 0; i < length * ld; i++) w.grad_key[i] = 0;
-  for (int64_t i = 0; i < length * ldv; i++) w.grad_value[i] = 0;
+  if (uniform) {
+    for (int64_t i = 0; i < length * ld; i++) w.grad_key[i] = 0;
+    for (int64_t i = 0; i < length * ldv; i++) w.grad_value[i] = 0;
+  }
 
   const typename K::S* key = row_of<K>(a.key, b, kv, begin);
   const typename K::S* value = row_of<K>(a.value, b, kv, begin);
   const Operand key_rows = rows_operand<K>(key, a.key.row, length, a.head_dim, w.keys_in);
   const Operand value_rows = rows_operand<K>(value, a.value.row, length, a.value_dim, w.values_in);
-  Operand key_columns{key_rows.data, kUnit, key_rows.m_stride};
-  if constexpr (K::kPairs)
-    key_columns = columns_operand<K>(key, a.key.row, length, a.head_dim, w.keys_across);
+  for (int64_t at = 0; at < length; at += kTile) {
+    Operand& columns = w.key_columns[at / kTile];
+    if constexpr (K::kPairs)
+      columns = columns_operand<K>(key + at * a.key.row, a.key.row, min_of(kTile, length - at),
+                                   a.head_dim, w.keys_across + at / 2 * padded<K>(a.head_dim));
+    else
+      columns = {key_rows.data + at * key_rows.m_stride, sizeof(typename K::Unit),
+                 key_rows.m_stride};
+    w.touched[at / kTile] = uniform;
+  }
 
   for (int64_t h = kv * group; h < (kv + 1) * group; h++)
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
-      if (a.uniform_empty_rows && g.grad_value.data)
-        add_uniform_values<K>(a, g, b, h, q0, rows, begin, end, w);
+      const int64_t vectors = vectors_of<K>(rows);
+      if (uniform) add_uniform_values<K>(a, g, b, h, q0, rows, begin, end, w);
 
       const Range seen = seen_by_any(a, b, q0, q0 + rows - 1);
-      bool loaded = false, finite = true, first = true;
       const typename K::S* query = row_of<K>(a.query, b, h, q0);
       const typename K::S* grad_out = row_of<K>(g.grad_out, b, h, q0);
-      for (int64_t k0 = begin; k0 < end; k0 += kTile) {
-        const int64_t keys = min_of(kTile, end - k0), at = k0 - begin;
-        if (k0 >= seen.end || k0 + keys <= seen.begin) continue;
-        if (!loaded) {
-          load_queries<K>(a, g, b, h, q0, rows, w);
-          pack_rows<K>(query, a.query.row, rows, a.head_dim, w.query_rows, ld);
-          finite = all_finite<K>(query, a.query.row, rows, a.head_dim);
-          if (g.grad_out.data) {
-            pack_rows<K>(grad_out, g.grad_out.row, rows, a.value_dim, w.grad_out_rows, ldv);
-            finite &= all_finite<K>(grad_out, g.grad_out.row, rows, a.value_dim);
+      bool loaded = false, checked = false, finite = true;
+      T* const total = part.apart || !sums
+                           ? w.total
+                           : (T*)sums + ((h - kv * group) * blocks + block) * query_sum_size(a);
+      bool skipped = false;
+      for (int64_t range = part.first; range < part.last; range++) {
+        const int64_t from = range * ranges.size, to = min_of(end, from + ranges.size);
+        // The first sum of all is the total; a range of one tile is added to it by the product,
+        // except on a matrix unit, which would add term by term.
+        const bool add_sum = range > 0 && to - from <= kTile && Dot::kRowBlock == 1;
+        T* const sum =
+            part.apart ? (T*)sums + (((h - kv * group) * ranges.count + range) * blocks + block) *
+                                        query_sum_size(a)
+            : range == 0 || add_sum ? total
+                                    : w.grad_query;
+        bool first = true;
+        for (int64_t k0 = from; k0 < to; k0 += kTile) {
+          const int64_t keys = min_of(kTile, to - k0), at = k0 - begin;
+          if (k0 >= seen.end || k0 + keys <= seen.begin) continue;
+          if (!loaded) {
+            load_queries<K>(a, g, b, h, q0, rows, w);
+            pack_rows<K>(query, a.query.row, rows, a.head_dim, w.query_rows, ld);
+            if (g.grad_out.data)
+              pack_rows<K>(grad_out, g.grad_out.row, rows, a.value_dim, w.grad_out_rows, ldv);
+            loaded = true;
           }
-          loaded = true;
-        }
-        const auto from = [&](Operand o) {
-          return Operand{o.data + at * o.m_stride, o.m_stride, o.t_stride};
-        };
-        const Visibility visible =
-            gradient_tile<K>(a, g, b, h, q0, rows, k0, keys, from(key_rows), from(value_rows), w);
-        if (visible == Visibility::kEmpty) continue;
-        if (write_bias) store_bias_tile<K>(a, g, b, h, q0, rows, k0, keys, w.one, w.ds);
+          const auto rows_from = [&](Operand o) {
+            return Operand{o.data + at * o.m_stride, o.m_stride, o.t_stride};
+          };
+          const Visibility visible = gradient_tile<K>(
+              a, g, b, h, q0, rows, k0, keys, rows_from(key_rows), rows_from(value_rows), w);
+          if (visible == Visibility::kEmpty) continue;
+          if (write_bias) store_bias_tile<K>(a, g, b, h, q0, rows, k0, keys, w.one, w.ds);
 
-        const TilePlace<K> tile{query, grad_out, key + at * a.key.row, rows, keys, at, first};
-        first = false;
-        if (visible == Visibility::kPartial &&
-            !(finite && all_finite<K>(tile.key, a.key.row, keys, a.head_dim)))
-          add_dirty_gradients<K>(a, g, tile, w);
-        else
-          add_gradients<K>(a, g, tile,
-                           {key_columns.data + at / Dot::kStep * key_columns.t_stride,
-                            key_columns.m_stride, key_columns.t_stride},
-                           w);
+          const TilePlace<K> tile{query,
+                                  grad_out,
+                                  key + at * a.key.row,
+                                  rows,
+                                  keys,
+                                  at,
+                                  !w.touched[at / kTile],
+                                  sum,
+                                  !first                   ? Update::kAdd
+                                  : add_sum && !part.apart ? Update::kAddSum
+                                                           : Update::kStore};
+          first = false;
+          w.touched[at / kTile] = true;
+          bool dirty = false;
+          if (visible == Visibility::kPartial) {
+            if (!checked)
+              finite =
+                  all_finite<K>(query, a.query.row, rows, a.head_dim) &&
+                  (!g.grad_out.data || all_finite<K>(grad_out, g.grad_out.row, rows, a.value_dim));
+            checked = true;
+            dirty = !(finite && all_finite<K>(tile.key, a.key.row, keys, a.head_dim));
+          }
+          if (dirty)
+            add_dirty_gradients<K>(a, g, tile, w);
+          else
+            add_gradients<K>(a, g, tile, w.key_columns[at / kTile], w);
+        }
+        if (!g.grad_query.data) continue;
+        if (first && (part.apart || range == 0))
+          __builtin_memset(sum, 0, (size_t)query_sum_size(a) * sizeof(T));
+        else if (first)
+          skipped = true;
+        else if (!part.apart && sum != total)
+          add_lanes<K>(sum, a.head_dim, vectors, total);
       }
-      if (!g.grad_query.data) continue;
-      if (first) __builtin_memset(w.grad_query, 0, (size_t)(a.head_dim * kRow) * sizeof(T));
-      if (ranges.count == 1) {
-        for (int64_t r = 0; r < kRow; r++) w.high[r] = (T)a.scale;
-        transpose_out<X>(w.grad_query, w.high, rows, a.head_dim, row_of<K>(g.grad_query, b, h, q0),
-                         g.grad_query.row);
-      } else {
-        T* to = (T*)partial_sums +
-                (((h - kv * group) * ranges.count + range) * a.queries + q0) * a.head_dim;
-        transpose_out<X>(w.grad_query, w.one, rows, a.head_dim, to, a.head_dim);
-      }
+      if (!g.grad_query.data || part.apart) continue;
+      if (skipped) add_lanes<K>(nullptr, a.head_dim, vectors, total);
+      if (part.last < ranges.count) continue;
+      for (int64_t r = 0; r < kRow; r++) w.high[r] = (T)a.scale;
+      transpose_out<X>(total, w.high, rows, a.head_dim, row_of<K>(g.grad_query, b, h, q0),
+                       g.grad_query.row);
     }
+
+  for (int64_t at = 0; at < length; at += kTile) {
+    if (w.touched[at / kTile]) continue;
+    for (int64_t i = at * ld; i < (at + kTile) * ld; i++) w.grad_key[i] = 0;
+    for (int64_t i = at * ldv; i < (at + kTile) * ldv; i++) w.grad_value[i] = 0;
+  }
   if (g.grad_key.data)
     scale_out<X>(w.grad_key, ld, (T)a.scale, length, a.head_dim,
                  row_of<K>(g.grad_key, b, kv, begin), g.grad_key.row);
   if (g.grad_value.data)
     scale_out<X>(w.grad_value, ldv, (T)a.dropout.keep_scale, length, a.value_dim,
                  row_of<K>(g.grad_value, b, kv, begin), g.grad_value.row);
+}
+
+template <class K>
+void add_sums(const Attention& a, const AttentionGrad& g, void* sums, int64_t b, int64_t h,
+              int64_t block) {
+  using T = typename K::T;
+  const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
+  const int64_t count = grad_ranges(a).count, blocks = ceil_div(a.queries, kTile);
+  T* const total = (T*)sums + block * query_sum_size(a);
+  for (int64_t i = 1; i < count; i++)
+    add_lanes<K>(total + i * blocks * query_sum_size(a), a.head_dim, vectors_of<K>(rows), total);
+  T scale[kRow];
+  for (int64_t r = 0; r < kRow; r++) scale[r] = (T)a.scale;
+  transpose_out<typename K::X>(total, scale, rows, a.head_dim, row_of<K>(g.grad_query, b, h, q0),
+                               g.grad_query.row);
 }
 
 template <class K>

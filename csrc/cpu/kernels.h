@@ -17,6 +17,33 @@ HOST_DEVICE KeyRanges key_ranges(const Attention& a) {
   return {max_of(1, ceil_div(a.keys, size)), size};
 }
 
+// The same for the backward of first order, finer: a call takes several ranges one after the other
+// and adds their sums in order, so that fine ranges cost little; with few heads each range can be a
+// task of its own.
+HOST_DEVICE KeyRanges grad_ranges(const Attention& a) {
+  const int64_t size = max_of(1, ceil_div(ceil_div(a.keys, 8), kTile)) * kTile;
+  return {max_of(1, ceil_div(a.keys, size)), size};
+}
+// How many of them a call takes at most: as many as a second-level cache holds keys, values and
+// their gradients of. A call goes through all blocks of queries, and packs each once.
+HOST_DEVICE int64_t ranges_together(const Attention& a) {
+  constexpr int64_t kCacheNumbers = 1 << 18;
+  const int64_t range = 2 * (a.head_dim + a.value_dim) * grad_ranges(a).size;
+  return max_of(1, min_of(kCacheNumbers / max_of(1, range), grad_ranges(a).count));
+}
+// The ranges [first, last) of one key/value head that one call takes. `apart`: their sums stay
+// apart, for add_sums; else they are added to those of the ranges before, and the last call of a
+// head writes grad_query.
+struct KeyPart {
+  int64_t first, last;
+  bool apart;
+};
+// Numbers of the grad_query of 64 queries as it is summed: [head_dim][64], in whole rows of a
+// matrix unit.
+HOST_DEVICE int64_t query_sum_size(const Attention& a) {
+  return ceil_div(a.head_dim, 16) * 16 * kTile;
+}
+
 // Up to so many queries a head, forward takes the rows of all heads that share K and V together, a
 // few at a time.
 constexpr int64_t kFewQueries = 4, kFewRows = 8;
@@ -52,10 +79,14 @@ struct TypeKernels {
                       void* scratch);
   // delta = rowsum(dO * O) - dL for queries [64 block, …).
   void (*delta)(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t block);
-  // One range of keys: grad_key and grad_value, and grad_query: final where there is one range,
-  // else into partial [heads / kv_heads, ranges, queries, head_dim] of this key/value head.
+  // grad_key and grad_value of the keys of `part`, and their share of grad_query. `sums`: room for
+  // that of [heads / kv_heads][ranges if apart][blocks of 64 queries], query_sum_size(a) numbers
+  // each; not needed where one part has all ranges.
   void (*backward)(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv_head,
-                   int64_t range, void* partial, void* scratch);
+                   KeyPart part, void* sums, void* scratch);
+  // grad_query of 64 queries from the sums [ranges][blocks] of head h.
+  void (*add_sums)(const Attention& a, const AttentionGrad& g, void* sums, int64_t b, int64_t h,
+                   int64_t block);
   // grad_query of 64 queries from the partial sums [ranges, queries, head_dim] of head h.
   void (*add_ranges)(const Attention& a, const AttentionGrad& g, const void* partial, int64_t b,
                      int64_t h, int64_t block);

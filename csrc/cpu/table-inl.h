@@ -52,6 +52,7 @@ constexpr TypeKernels type_kernels() {
           forward_few<K>,
           delta<K>,
           backward<K>,
+          add_sums<K>,
           add_ranges<K>,
           bias_share<K>,
           bias_finish<K>,

@@ -257,13 +257,20 @@ Operand tile_operand(const typename K::T* tile, int64_t keys, int64_t rows,
 template <class K>
 bool all_finite(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns) {
   using X = typename K::X;
-  typename X::V sum = X::zero();  // 0 * x is NaN exactly where x is not finite
+  typename X::V sums[4];  // 0 * x is NaN exactly where x is not finite
+  for (int i = 0; i < 4; i++) sums[i] = X::zero();
   for (int64_t r = 0; r < rows; r++) {
     int64_t c = 0;
+    for (; c + 4 * K::kLanes <= columns; c += 4 * K::kLanes)
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++)
+        sums[i] = X::fma(X::load(from + r * stride + c + i * K::kLanes), X::zero(), sums[i]);
     for (; c + K::kLanes <= columns; c += K::kLanes)
-      sum = X::fma(X::load(from + r * stride + c), X::zero(), sum);
-    if (c < columns) sum = X::fma(X::load(from + r * stride + c, columns - c), X::zero(), sum);
+      sums[r & 3] = X::fma(X::load(from + r * stride + c), X::zero(), sums[r & 3]);
+    if (c < columns)
+      sums[3] = X::fma(X::load(from + r * stride + c, columns - c), X::zero(), sums[3]);
   }
+  const typename X::V sum = X::add(X::add(sums[0], sums[1]), X::add(sums[2], sums[3]));
   return X::bits(X::eq(sum, sum)) == first_bits(K::kLanes);
 }
 
