@@ -439,6 +439,25 @@ def _problems() -> Iterator[Problem]:
         yield replace(uniform, bias="hqk", dropout_p=0.3)
         yield replace(uniform, key_lengths="edges", causal="lower_right", heads=4, kv_heads=2)
 
+    # Forward cuts the keys of few queries into ranges.
+    lower_right, upper_left = {"causal": "lower_right"}, {"causal": "upper_left"}
+    cuts: tuple[dict[str, Any], ...] = (
+        {},
+        {"mask": "b1qk", "bias": "hqk", "empty_rows": "uniform", "dropout_p": 0.2},
+        {"mask": "bh1k", "key_lengths": "edges", "empty_rows": "uniform", "value_dim": 7},
+        {"key_lengths": "random", "layout": "heads", **lower_right},
+        {"window": (300, None), "bias": "1h1k", **lower_right},
+        {"window": (2, 600), "mask": "qk", **upper_left},
+    )
+    for (queries, keys), cut in itertools.product(
+        ((1, 1100), (3, 700), (9, 1300), (66, 1100)), cuts
+    ):
+        yield replace(
+            base, queries=queries, keys=keys, heads=4, kv_heads=2, dtype=next(dtypes), **cut
+        )
+    for queries, dtype in itertools.product((1, 2, 4, 5, 64), DTYPES):
+        yield replace(base, queries=queries, keys=1025, heads=6, kv_heads=1, dtype=dtype)
+
 
 def random_problem(choose: Callable[[Sequence[Any]], Any], numbers: int = 0) -> Problem:
     """A problem whose every option is chosen by ``choose(values)``."""

@@ -72,6 +72,8 @@ LEAKS = {
     "tiles band": replace(TILES, mask=None, causal="lower_right", window=(80, None)),
     "tiles lengths": replace(TILES, mask=None, bias=None, key_lengths="random"),
     "tiles dropout": replace(TILES, dropout_p=0.3, head_dim=65),
+    "cut keys": replace(TINY, queries=3, keys=600, bias="1hqk", dropout_p=0.2),
+    "cut keys band": replace(TINY, queries=9, keys=700, mask="b11k", causal="lower_right"),
 }
 leaks = pytest.mark.parametrize("problem", LEAKS.values(), ids=list(LEAKS))
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -319,6 +321,30 @@ STEADY = {
     "causal": Problem(batch=3, heads=4, queries=200, keys=200, causal=True, bias="11qk"),
     "dropout": Problem(batch=3, heads=2, kv_heads=1, queries=90, keys=700, dropout_p=0.2),
     "one query": Problem(batch=4, heads=4, kv_heads=1, queries=1, keys=2000),
+    "few queries, cut keys": Problem(
+        batch=3,
+        heads=4,
+        kv_heads=2,
+        queries=3,
+        keys=1200,
+        mask="b1qk",
+        bias="bhqk",
+        key_lengths="random",
+        dropout_p=0.2,
+        empty_rows="uniform",
+    ),
+    "short queries, cut keys": Problem(
+        batch=3,
+        heads=2,
+        queries=70,
+        keys=1500,
+        causal="lower_right",
+        window=(1100, None),
+        key_lengths="edges",
+        mask="b1qk",
+        empty_rows="uniform",
+    ),
+    "one head, cut keys": Problem(batch=3, heads=1, queries=40, keys=1300, dropout_p=0.1),
     "broadcast bias": Problem(batch=5, heads=3, queries=70, keys=130, bias="k"),
 }
 steady = pytest.mark.parametrize("problem", STEADY.values(), ids=list(STEADY))

@@ -57,34 +57,58 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   const TypeKernels& kernels = kernels_for(a);
   const double flops = 2 * static_cast<double>(count) * pair_count(a) *
                        static_cast<double>(a.head_dim + a.value_dim);
+  const int64_t ranges = forward_ranges(a).count, scratch_bytes = kernels.forward_scratch_bytes(a);
+  const int64_t state_bytes = ranges > 1 ? kernels.state_bytes(a) : 0;
   if (a.queries <= kFewQueries && a.queries > 0 && a.heads > 0) {
     const int64_t rows = a.heads / a.kv_heads * a.queries, parts = ceil_div(rows, kFewRows);
-    const int64_t tasks = a.batch * a.kv_heads * parts;
-    for_each_task(count * tasks, flops, kernels.forward_scratch_bytes(a),
-                  [&](int64_t index, void* scratch) {
-                    const int64_t task = index % tasks;
-                    const int64_t head = task / parts, first = task % parts * kFewRows;
-                    kernels.forward_few(groups[index / tasks], head / a.kv_heads, head % a.kv_heads,
-                                        first, std::min(kFewRows, rows - first), scratch);
-                  });
+    const int64_t jobs = a.batch * a.kv_heads * parts;
+    const auto place = [&](int64_t index, const auto& run) {
+      const int64_t job = index % jobs, head = job / parts, first = job % parts * kFewRows;
+      run(groups[index / jobs], head / a.kv_heads, head % a.kv_heads, first,
+          std::min(kFewRows, rows - first));
+    };
+    const auto part = [&](int64_t job, int64_t range, void* states, void* scratch) {
+      place(job, [&](const Attention& g, int64_t b, int64_t kv, int64_t first, int64_t size) {
+        kernels.forward_few(g, b, kv, first, size, range, states, scratch);
+      });
+    };
+    for_each_job(
+        count * jobs, ranges, flops, scratch_bytes, state_bytes,
+        [&](int64_t job, void* scratch) { part(job, kEveryRange, nullptr, scratch); }, part,
+        [&](int64_t job, void* states, void* scratch) {
+          place(job, [&](const Attention& g, int64_t b, int64_t kv, int64_t first, int64_t size) {
+            kernels.merge_few(g, b, kv, first, size, states, scratch);
+          });
+        });
     return {out, lse, lse_low};
   }
   // Blocks done together share what they pack of K and V; no more of them than leaves every thread
-  // a few tasks. A row's result does not depend on that.
+  // a few tasks, and one where its ranges may be tasks. A row's result does not depend on that.
   const bool in_place = a.key.row == a.head_dim && a.value.row == a.value_dim &&
                         (a.dtype == DType::kFloat32 || a.dtype == DType::kFloat64);
   const int64_t blocks = count * a.batch * a.heads * query_blocks(a);
   const int64_t together =
-      std::clamp<int64_t>(blocks / (4 * at::get_num_threads()), 1, in_place ? 1 : kernels.group);
+      std::clamp<int64_t>(blocks / (4 * at::get_num_threads()), 1, in_place || ranges > 1 ? 1 : kernels.group);
   const int64_t parts = ceil_div(query_blocks(a), together);
-  const int64_t tasks = a.batch * a.heads * parts;
-  for_each_task(count * tasks, flops, kernels.forward_scratch_bytes(a),
-                [&](int64_t index, void* scratch) {
-                  const QueryTask q = query_task(a, index % tasks, parts);
-                  const int64_t q0 = q.part * together * kTile;
-                  kernels.forward(groups[index / tasks], q.batch, q.head, q0,
-                                  std::min(together * kTile, a.queries - q0), scratch);
-                });
+  const int64_t jobs = a.batch * a.heads * parts;
+  const auto place = [&](int64_t index, const auto& run) {
+    const QueryTask q = query_task(a, index % jobs, parts);
+    const int64_t q0 = q.part * together * kTile;
+    run(groups[index / jobs], q.batch, q.head, q0, std::min(together * kTile, a.queries - q0));
+  };
+  const auto part = [&](int64_t job, int64_t range, void* states, void* scratch) {
+    place(job, [&](const Attention& g, int64_t b, int64_t h, int64_t q0, int64_t rows) {
+      kernels.forward(g, b, h, q0, rows, range, states, scratch);
+    });
+  };
+  for_each_job(
+      count * jobs, ranges, flops, scratch_bytes, state_bytes,
+      [&](int64_t job, void* scratch) { part(job, kEveryRange, nullptr, scratch); }, part,
+      [&](int64_t job, void* states, void* scratch) {
+        place(job, [&](const Attention& g, int64_t b, int64_t h, int64_t q0, int64_t rows) {
+          kernels.merge(g, b, h, q0, rows, states, scratch);
+        });
+      });
   return {out, lse, lse_low};
 }
 

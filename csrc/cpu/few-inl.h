@@ -4,18 +4,34 @@
 namespace mha_ext::cpu {
 namespace {
 
+// Rows of a task: those of all heads that share K and V, padded to what the products take.
+inline int64_t few_rows(const Attention& a) {
+  return round_up(min_of(kFewRows, a.heads / max_of(1, a.kv_heads) * a.queries), 4);
+}
+
+// What the rows carry through the keys: maximum, sum, and the unnormalised output.
+template <class K>
+struct FewState {
+  using T = typename K::T;
+  T *m, *l, *out;
+
+  FewState(const Attention& a, Arena& arena) {
+    m = arena.take<T>(kFewRows);
+    l = arena.take<T>(kFewRows);
+    out = arena.take<T>(few_rows(a) * padded<K>(a.value_dim));
+  }
+};
+
 template <class K>
 struct FewScratch {
   using T = typename K::T;
-  T *query, *out, *s, *m, *l, *bias;
+  FewState<K> state, sum;  // of one range of keys, and of those before it
+  T *query, *s, *bias;
   uint64_t* bits;
 
-  FewScratch(const Attention& a, Arena& arena) {
-    query = arena.take<T>(kFewRows * padded<K>(a.head_dim));
-    out = arena.take<T>(kFewRows * padded<K>(a.value_dim));
-    s = arena.take<T>(kFewRows * kTile);
-    m = arena.take<T>(kFewRows);
-    l = arena.take<T>(kFewRows);
+  FewScratch(const Attention& a, Arena& arena) : state(a, arena), sum(a, arena) {
+    query = arena.take<T>(few_rows(a) * padded<K>(a.head_dim));
+    s = arena.take<T>(few_rows(a) * kTile);
     bias = arena.take<T>(kTile);
     bits = arena.take<uint64_t>(kFewRows);
   }
@@ -29,13 +45,14 @@ inline FewRow few_row(const Attention& a, int64_t kv, int64_t row) {
   return {kv * (a.heads / a.kv_heads) + row / a.queries, row % a.queries};
 }
 
-// Adds the lanes in order.
-template <class X>
-typename X::T sum_lanes(typename X::V v) {
-  typename X::T lane[X::kLanes], sum = 0;
-  X::store(lane, v);
-  for (int i = 0; i < X::kLanes; i++) sum += lane[i];
-  return sum;
+// run<n>(r) for rows r .. r + n - 1. Three rows are done as four: the padding holds zeros.
+template <class K, class Run>
+void by_rows(int64_t rows, const Run& run) {
+  int64_t r = 0;
+  if constexpr (K::kLanes >= 4)
+    for (; rows - r > 2; r += 4) run.template operator()<4>(r);
+  for (; rows - r > 1; r += 2) run.template operator()<2>(r);
+  if (r < rows) run.template operator()<1>(r);
 }
 
 // The bias of one row, added to its scores; a bias of -inf hides its key.
@@ -79,10 +96,9 @@ void few_softmax(uint64_t bits, int64_t keys, typename K::T* s, typename K::T* m
     X::store(s + n, v);
     tops = X::max(v, tops);
   }
-  T lane[kLanes], top = -(T)INFINITY;
-  X::store(lane, tops);
-  for (int i = 0; i < kLanes; i++) top = lane[i] > top ? lane[i] : top;
+  const T top = X::largest(tops);
   if (top > *m + (T)5.5) {
+    T lane[kLanes];
     X::store(lane, exp_of<X>(X::set(*m - top)));
     const V factor = X::set(lane[0]);
     *l *= lane[0];
@@ -97,7 +113,7 @@ void few_softmax(uint64_t bits, int64_t keys, typename K::T* s, typename K::T* m
     X::store(s + n, p);
     sum = X::add(sum, p);
   }
-  *l += sum_lanes<X>(sum);
+  *l += X::sum(sum);
 }
 
 // out[row][0:width of kVectors] += sum over the keys of s[row][n] value[n], for kRows rows.
@@ -108,11 +124,11 @@ void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64
   typename X::V sum[kRows][kVectors];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++) sum[r][i] = X::load(out + r * ld + i * K::kLanes);
   for (int64_t n = 0; n < keys; n++) {
     typename X::V v[kVectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++)
       v[i] = i + 1 < kVectors
                  ? X::load(value + n * stride + i * K::kLanes)
@@ -120,25 +136,28 @@ void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; r++) {
       const typename X::V p = X::set(s[r * kTile + n]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int i = 0; i < kVectors; i++) sum[r][i] = X::fma(v[i], p, sum[r][i]);
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++) X::store(out + r * ld + i * K::kLanes, sum[r][i]);
 }
 
 template <class K, int kRows>
 void few_values(const typename K::S* value, int64_t stride, int64_t keys, int64_t width,
                 const typename K::T* s, typename K::T* out, int64_t ld) {
-  constexpr int64_t kLanes = K::kLanes;
+  constexpr int kSums = K::X::kRegisters / 2, kMost = kSums / kRows < 8 ? kSums / kRows : 8;
   int64_t d = 0;
-  for (; width - d > 3 * kLanes; d += 4 * kLanes)
-    few_product<K, kRows, 4>(value + d, stride, keys, width - d, s, out + d, ld);
-  for (; d < width; d += kLanes)
-    few_product<K, kRows, 1>(value + d, stride, keys, width - d, s, out + d, ld);
+  const auto columns = [&]<int kVectors>() __attribute__((always_inline)) {
+    for (; width - d > (kVectors - 1) * K::kLanes; d += kVectors * K::kLanes)
+      few_product<K, kRows, kVectors>(value + d, stride, keys, width - d, s, out + d, ld);
+  };
+  columns.template operator()<kMost>();
+  if constexpr (kMost > 4) columns.template operator()<4>();
+  columns.template operator()<1>();
 }
 
 // out[row] += weight[n] value[n] for the keys in `bits` only.
@@ -170,27 +189,25 @@ void few_uniform(const Attention& a, int64_t b, int64_t kv, FewRow row, typename
   }
 }
 
+// The keys of one range, into the state.
 template <class K>
-void forward_few(const Attention& a, int64_t b, int64_t kv, int64_t first, int64_t rows,
-                 void* scratch) {
+void few_scan(const Attention& a, int64_t b, int64_t kv, int64_t first, int64_t rows, Range range,
+              const FewState<K>& state, FewScratch<K>& w) {
   using T = typename K::T;
-  using X = typename K::X;
-  Arena arena{(char*)scratch};
-  FewScratch<K> w(a, arena);
   const int64_t ld = padded<K>(a.head_dim), ldv = padded<K>(a.value_dim);
   const auto row_at = [&](int64_t r) { return few_row(a, kv, first + r); };
   Range seen{a.keys, 0};
   for (int64_t r = 0; r < rows; r++) {
-    const FewRow row = row_at(r);
-    const Range band = band_keys(a, b, row.query);
+    const Range band = band_keys(a, b, row_at(r).query);
     if (band.begin < band.end) seen = {min_of(seen.begin, band.begin), max_of(seen.end, band.end)};
-    scale_query<K>(a, b, row.head, row.query, w.query + r * ld);
-    for (int64_t d = 0; d < ldv; d++) w.out[r * ldv + d] = 0;
-    w.m[r] = -(T)INFINITY;
-    w.l[r] = 0;
+    state.m[r] = -(T)INFINITY;
+    state.l[r] = 0;
   }
+  for (int64_t i = 0; i < few_rows(a) * ldv; i++) state.out[i] = 0;
+  for (int64_t i = rows * kTile; i < few_rows(a) * kTile; i++) w.s[i] = 0;
+  seen = {max_of(seen.begin / kTile * kTile, range.begin), min_of(seen.end, range.end)};
 
-  for (int64_t k0 = seen.begin / kTile * kTile; k0 < seen.end; k0 += kTile) {
+  for (int64_t k0 = seen.begin; k0 < seen.end; k0 += kTile) {
     const int64_t keys = min_of(kTile, a.keys - k0);
     const typename K::S* key = row_of<K>(a.key, b, kv, k0);
     const typename K::S* value = row_of<K>(a.value, b, kv, k0);
@@ -200,14 +217,16 @@ void forward_few(const Attention& a, int64_t b, int64_t kv, int64_t first, int64
       any |= w.bits[r];
     }
     if (!any) continue;
+    by_rows<K>(rows, [&]<int n>(int64_t r) __attribute__((always_inline)) {
+      few_scores<K, n>(key, a.key.row, keys, a.head_dim, w.query + r * ld, ld, w.s + r * kTile);
+    });
     for (int64_t r = 0; r < rows; r++) {
       T* s = w.s + r * kTile;
-      few_scores<K>(key, a.key.row, keys, a.head_dim, w.query + r * ld, s);
       if (a.bias.data)
         w.bits[r] &= a.bias_is_float32
                          ? few_bias<K, float>(a, b, row_at(r), k0, keys, w.bias, s)
                          : few_bias<K, typename K::S>(a, b, row_at(r), k0, keys, w.bias, s);
-      few_softmax<K>(w.bits[r], keys, s, w.m + r, w.l + r, w.out + r * ldv, ldv);
+      few_softmax<K>(w.bits[r], keys, s, state.m + r, state.l + r, state.out + r * ldv, ldv);
       if (a.dropout.seed) {
         const uint64_t keep = few_keep(a, b, row_at(r), k0, keys);
         for (int64_t n = 0; n < keys; n++) s[n] = keep >> n & 1 ? s[n] : 0;
@@ -217,33 +236,99 @@ void forward_few(const Attention& a, int64_t b, int64_t kv, int64_t first, int64
     if (all != first_bits(keys) && !all_finite<K>(value, a.value.row, keys, a.value_dim)) {
       for (int64_t r = 0; r < rows; r++)
         few_selected<K>(value, a.value.row, w.bits[r], a.value_dim, w.s + r * kTile,
-                        w.out + r * ldv);
+                        state.out + r * ldv);
       continue;
     }
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4)
-      few_values<K, 4>(value, a.value.row, keys, a.value_dim, w.s + r * kTile, w.out + r * ldv,
+    by_rows<K>(rows, [&]<int n>(int64_t r) __attribute__((always_inline)) {
+      few_values<K, n>(value, a.value.row, keys, a.value_dim, w.s + r * kTile, state.out + r * ldv,
                        ldv);
-    for (; r < rows; r++)
-      few_values<K, 1>(value, a.value.row, keys, a.value_dim, w.s + r * kTile, w.out + r * ldv,
-                       ldv);
+    });
   }
+}
 
+// Adds the state of the next range of keys to that of those before it.
+template <class K>
+void few_merge(const Attention& a, int64_t rows, const FewState<K>& next, const FewState<K>& sum) {
+  using T = typename K::T;
+  using X = typename K::X;
+  const int64_t ldv = padded<K>(a.value_dim);
+  T old_factor[kFewRows], factor[kFewRows];
+  merge_levels<K>(round_up(rows, K::kLanes), next.m, next.l, sum.m, sum.l, old_factor, factor);
   for (int64_t r = 0; r < rows; r++) {
-    const FewRow row = row_at(r);
+    const typename X::V f0 = X::set(old_factor[r]), f1 = X::set(factor[r]);
+    for (int64_t at = r * ldv; at < (r + 1) * ldv; at += K::kLanes)
+      X::store(sum.out + at, X::fma(f1, X::load(next.out + at), X::mul(f0, X::load(sum.out + at))));
+  }
+}
+
+template <class K>
+void few_finish(const Attention& a, int64_t b, int64_t kv, int64_t first, int64_t rows,
+                const FewState<K>& state, FewScratch<K>& w) {
+  using T = typename K::T;
+  const int64_t ldv = padded<K>(a.value_dim);
+  for (int64_t r = 0; r < rows; r++) {
+    const FewRow row = few_row(a, kv, first + r);
     const int64_t at = (b * a.heads + row.head) * a.queries + row.query;
     T factor = (T)a.dropout.keep_scale;
     ((T*)a.lse)[at] = -(T)INFINITY;
     ((T*)a.lse_low)[at] = 0;
-    if (w.l[r] != 0) {
-      add_log(w.m[r], w.l[r], (T*)a.lse + at, (T*)a.lse_low + at);
-      factor /= w.l[r];
+    if (state.l[r] != 0) {
+      add_log(state.m[r], state.l[r], (T*)a.lse + at, (T*)a.lse_low + at);
+      factor /= state.l[r];
     } else if (a.uniform_empty_rows) {
-      few_uniform<K>(a, b, kv, row, w.s, w.out + r * ldv);
+      few_uniform<K>(a, b, kv, row, w.s, state.out + r * ldv);
     }
-    scale_out<X>(w.out + r * ldv, ldv, factor, 1, a.value_dim,
-                 row_of<K>(a.out, b, row.head, row.query), a.out.row);
+    scale_out<typename K::X>(state.out + r * ldv, ldv, factor, 1, a.value_dim,
+                             row_of<K>(a.out, b, row.head, row.query), a.out.row);
   }
+}
+
+template <class K>
+int64_t few_state_bytes(const Attention& a) {
+  Arena arena{nullptr};
+  FewState<K> state(a, arena);
+  return arena.used;
+}
+
+template <class K>
+void forward_few(const Attention& a, int64_t b, int64_t kv, int64_t first, int64_t rows,
+                 int64_t range, void* states, void* scratch) {
+  using T = typename K::T;
+  Arena arena{(char*)scratch};
+  FewScratch<K> w(a, arena);
+  const int64_t ld = padded<K>(a.head_dim);
+  const KeyRanges ranges = forward_ranges(a);
+  for (int64_t r = 0; r < rows; r++) {
+    const FewRow row = few_row(a, kv, first + r);
+    scale_query<K>(a, b, row.head, row.query, w.query + r * ld);
+  }
+  for (int64_t i = rows * ld; i < few_rows(a) * ld; i++) w.query[i] = (T)0;
+  const auto scan = [&](int64_t i, const FewState<K>& state) {
+    few_scan<K>(a, b, kv, first, rows, {i * ranges.size, min_of(a.keys, (i + 1) * ranges.size)},
+                state, w);
+  };
+  if (range != kEveryRange) {
+    Arena place{(char*)states + range * few_state_bytes<K>(a)};
+    return scan(range, FewState<K>(a, place));
+  }
+  scan(0, w.sum);
+  for (int64_t i = 1; i < ranges.count; i++) {
+    scan(i, w.state);
+    few_merge<K>(a, rows, w.state, w.sum);
+  }
+  few_finish<K>(a, b, kv, first, rows, w.sum, w);
+}
+
+template <class K>
+void merge_few(const Attention& a, int64_t b, int64_t kv, int64_t first, int64_t rows, void* states,
+               void* scratch) {
+  Arena arena{(char*)scratch};
+  FewScratch<K> w(a, arena);
+  Arena place{(char*)states};
+  const FewState<K> sum(a, place);
+  for (int64_t i = 1; i < forward_ranges(a).count; i++)
+    few_merge<K>(a, rows, FewState<K>(a, place), sum);
+  few_finish<K>(a, b, kv, first, rows, sum, w);
 }
 
 }  // namespace

@@ -17,6 +17,12 @@ struct QueryBlock {
 // Blocks that share what is packed of K and V.
 constexpr int64_t kGroup = 8;
 
+// The state of one block after one range of keys: m [64], l [64], out [value_dim][64].
+template <class K>
+int64_t block_state_bytes(const Attention& a) {
+  return (2 + a.value_dim) * kRow * (int64_t)sizeof(typename K::T);
+}
+
 template <class K>
 struct ForwardScratch {
   using T = typename K::T;
@@ -26,6 +32,7 @@ struct ForwardScratch {
   T *s, *extra;
   uint64_t *bits, *keep;
   typename K::S* clean;
+  char* sums;  // states of the blocks over the ranges of keys that are done
 
   ForwardScratch(const Attention& a, Arena& arena) {
     for (int64_t i = 0; i < min_of(kGroup, max_of(1, ceil_div(a.queries, kTile))); i++) {
@@ -45,6 +52,10 @@ struct ForwardScratch {
     bits = arena.take<uint64_t>(kTile);
     keep = arena.take<uint64_t>(kTile);
     clean = arena.take<typename K::S>(kTile * a.value_dim);
+    sums =
+        arena.take<char>(forward_ranges(a).count > 1
+                             ? min_of(kGroup, ceil_div(a.queries, kTile)) * block_state_bytes<K>(a)
+                             : 0);
   }
 };
 
@@ -139,10 +150,11 @@ void add_values(const Attention& a, const typename K::S* value, Operand columns,
   }
 }
 
-// m, l and (with_values) the unnormalised output of queries [q0, q0 + rows), up to kGroup blocks.
+// m, l and (with_values) the unnormalised output of queries [q0, q0 + rows), up to kGroup blocks,
+// over the keys of `range`.
 template <class K>
-void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, bool with_values,
-               ForwardScratch<K>& w) {
+void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, Range range,
+               bool with_values, ForwardScratch<K>& w) {
   using T = typename K::T;
   const int64_t value_dim = with_values ? a.value_dim : 0, kv = kv_head(a, h);
   const int64_t count = ceil_div(rows, kTile);
@@ -162,8 +174,8 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     }
     pack_query<K>(a, b, h, q.q0, q.rows, q.query);
   }
-
-  for (int64_t k0 = seen.begin / kTile * kTile; k0 < seen.end; k0 += kTile) {
+  seen = {max_of(seen.begin / kTile * kTile, range.begin), min_of(seen.end, range.end)};
+  for (int64_t k0 = seen.begin; k0 < seen.end; k0 += kTile) {
     const int64_t keys = min_of(kTile, a.keys - k0);
     const typename K::S* value = row_of<K>(a.value, b, kv, k0);
     Operand key_rows, value_columns;
@@ -251,13 +263,118 @@ void finish_block(const Attention& a, int64_t b, int64_t h, QueryBlock<K>& q,
   transpose_out<X>(q.out, q.l, q.rows, a.value_dim, row_of<K>(a.out, b, h, q.q0), a.out.row);
 }
 
+// The factors that bring the sums of two ranges of keys to one maximum; m and l become those of
+// both. A range in which a row has seen nothing leaves no trace.
 template <class K>
-void forward(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, void* scratch) {
+void merge_levels(int64_t lanes, const typename K::T* next_m, const typename K::T* next_l,
+                  typename K::T* m, typename K::T* l, typename K::T* old_factor,
+                  typename K::T* factor) {
+  using X = typename K::X;
+  using V = typename X::V;
+  for (int64_t i = 0; i < lanes; i += K::kLanes) {
+    const V m0 = X::load(m + i), m1 = X::load(next_m + i);
+    const V l0 = X::load(l + i), l1 = X::load(next_l + i);
+    const typename X::M none0 = X::eq(l0, X::zero()), none1 = X::eq(l1, X::zero());
+    const V top = X::select(none1, m0, X::select(none0, m1, X::max(m0, m1)));
+    const V f0 =
+        X::select(none0, X::zero(), X::select(none1, X::set(1), exp_of<X>(X::sub(m0, top))));
+    const V f1 =
+        X::select(none1, X::zero(), X::select(none0, X::set(1), exp_of<X>(X::sub(m1, top))));
+    X::store(m + i, top);
+    X::store(l + i, X::fma(f1, l1, X::mul(f0, l0)));
+    X::store(old_factor + i, f0);
+    X::store(factor + i, f1);
+  }
+}
+
+template <class K>
+void use_state(void* state, QueryBlock<K>& q) {
+  q.m = (typename K::T*)state;
+  q.l = q.m + kRow;
+  q.out = q.l + kRow;
+  q.started = true;
+}
+template <class K>
+void save_block(const Attention& a, const QueryBlock<K>& q, void* state) {
+  using T = typename K::T;
+  QueryBlock<K> to;
+  use_state<K>(state, to);
+  __builtin_memcpy(to.m, q.m, kRow * sizeof(T));
+  __builtin_memcpy(to.l, q.l, kRow * sizeof(T));
+  const size_t bytes = (size_t)(a.value_dim * kRow) * sizeof(T);
+  if (q.started)
+    __builtin_memcpy(to.out, q.out, bytes);
+  else
+    __builtin_memset(to.out, 0, bytes);
+}
+
+// Adds the next range of keys to those before it.
+template <class K>
+void merge_block(const Attention& a, const QueryBlock<K>& next, QueryBlock<K>& q) {
+  using T = typename K::T;
+  using X = typename K::X;
+  bool none = true;
+  for (int64_t r = 0; r < next.rows; r++) none &= next.l[r] == 0;
+  if (none) return;  // its output may not be set
+  T old_factor[kRow], factor[kRow];
+  merge_levels<K>(kRow, next.m, next.l, q.m, q.l, old_factor, factor);
+  for (int64_t d = 0; d < a.value_dim; d++)
+    for (int64_t at = 0; at < next.vectors * K::kLanes; at += K::kLanes) {
+      T* out = q.out + d * kRow + at;
+      X::store(out, X::fma(X::load(factor + at), X::load(next.out + d * kRow + at),
+                           X::mul(X::load(old_factor + at), X::load(out))));
+    }
+}
+
+template <class K>
+void forward(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t range,
+             void* states, void* scratch) {
   [[maybe_unused]] const typename K::Dot::Session session;
   Arena arena{(char*)scratch};
   ForwardScratch<K> w(a, arena);
-  scan_keys<K>(a, b, h, q0, rows, true, w);
-  for (int64_t i = 0; i < ceil_div(rows, kTile); i++) finish_block<K>(a, b, h, w.blocks[i], w);
+  const KeyRanges ranges = forward_ranges(a);
+  const int64_t blocks = ceil_div(rows, kTile), bytes = block_state_bytes<K>(a);
+  const auto scan = [&](int64_t i) {
+    const Range keys{i * ranges.size, min_of(a.keys, (i + 1) * ranges.size)};
+    scan_keys<K>(a, b, h, q0, rows, keys, true, w);
+  };
+  if (range != kEveryRange) {
+    scan(range);
+    return save_block<K>(a, w.blocks[0], (char*)states + range * bytes);
+  }
+  scan(0);
+  if (ranges.count > 1) {
+    for (int64_t i = 0; i < blocks; i++) save_block<K>(a, w.blocks[i], w.sums + i * bytes);
+    for (int64_t range = 1; range < ranges.count; range++) {
+      scan(range);
+      for (int64_t i = 0; i < blocks; i++) {
+        QueryBlock<K> sum = w.blocks[i];
+        use_state<K>(w.sums + i * bytes, sum);
+        merge_block<K>(a, w.blocks[i], sum);
+      }
+    }
+    for (int64_t i = 0; i < blocks; i++) use_state<K>(w.sums + i * bytes, w.blocks[i]);
+  }
+  for (int64_t i = 0; i < blocks; i++) finish_block<K>(a, b, h, w.blocks[i], w);
+}
+
+template <class K>
+void merge(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, void* states,
+           void* scratch) {
+  [[maybe_unused]] const typename K::Dot::Session session;
+  Arena arena{(char*)scratch};
+  ForwardScratch<K> w(a, arena);
+  QueryBlock<K>& q = w.blocks[0];
+  q.q0 = q0;
+  q.rows = rows;
+  q.vectors = vectors_of<K>(rows);
+  use_state<K>(states, q);
+  QueryBlock<K> next = q;
+  for (int64_t i = 1; i < forward_ranges(a).count; i++) {
+    use_state<K>((char*)states + i * block_state_bytes<K>(a), next);
+    merge_block<K>(a, next, q);
+  }
+  finish_block<K>(a, b, h, q, w);
 }
 
 // What exp subtracts from S to give P: lse = high + low, and +inf in rows that see nothing.
@@ -291,7 +408,7 @@ void weights(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
   if (a.lse) {
     row_levels<K>(a, b, h, q0, rows, high, low);
   } else {
-    scan_keys<K>(a, b, h, q0, rows, false, w);
+    scan_keys<K>(a, b, h, q0, rows, {0, a.keys}, false, w);
     for (int64_t r = 0; r < kRow; r++) {
       high[r] = (T)INFINITY;
       low[r] = 0;

@@ -44,9 +44,19 @@ HOST_DEVICE int64_t query_sum_size(const Attention& a) {
   return ceil_div(a.head_dim, 16) * 16 * kTile;
 }
 
+// Forward cuts the keys of few queries and many keys, so that a single head keeps many threads
+// busy: where, depends on the two lengths alone. Each range has its own maximum, sum and output;
+// they are merged in order.
+HOST_DEVICE KeyRanges forward_ranges(const Attention& a) {
+  const int64_t blocks = max_of(1, ceil_div(a.queries, kTile));
+  const int64_t size = max_of(512 * blocks, ceil_div(ceil_div(a.keys, 64), kTile) * kTile);
+  return {max_of(1, ceil_div(a.keys, size)), size};
+}
+constexpr int64_t kEveryRange = -1;
+
 // Up to so many queries a head, forward takes the rows of all heads that share K and V together, a
 // few at a time.
-constexpr int64_t kFewQueries = 4, kFewRows = 8;
+constexpr int64_t kFewQueries = 4, kFewRows = 32;
 
 // Whether each pair has its own bias: then backward writes dS itself and no sum is left.
 HOST_DEVICE bool bias_is_dense(const Attention& a, const Pairs& grad_bias) {
@@ -71,12 +81,20 @@ struct TypeKernels {
   int64_t (*backward_tangent_scratch_bytes)(const Attention& a);
   int64_t group;  // blocks of 64 queries that forward does best together
   // Queries [q0, q0 + rows), rows <= 64 group, of head h of batch entry b: out, lse and lse_low.
-  void (*forward)(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
-                  void* scratch);
+  // For one of forward_ranges (rows <= 64): its state, into states[range], each of state_bytes.
+  void (*forward)(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t range,
+                  void* states, void* scratch);
+  // out, lse and lse_low from the states of all ranges, which are overwritten: the same to the bit
+  // as forward with kEveryRange.
+  void (*merge)(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, void* states,
+                void* scratch);
   // The same for rows [first, first + rows), rows <= kFewRows, of the heads of one key/value head,
   // row = (head, query).
   void (*forward_few)(const Attention& a, int64_t b, int64_t kv_head, int64_t first, int64_t rows,
-                      void* scratch);
+                      int64_t range, void* states, void* scratch);
+  void (*merge_few)(const Attention& a, int64_t b, int64_t kv_head, int64_t first, int64_t rows,
+                    void* states, void* scratch);
+  int64_t (*state_bytes)(const Attention& a);  // whichever of the two takes this problem
   // delta = rowsum(dO * O) - dL for queries [64 block, …).
   void (*delta)(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t block);
   // grad_key and grad_value of the keys of `part`, and their share of grad_query. `sums`: room for

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <vector>
 
 namespace mha_ext::cpu {
 
@@ -69,6 +70,29 @@ void for_each_task(int64_t tasks, double flops, int64_t scratch_bytes, const Run
   };
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; thread++) work(thread);
+  });
+}
+
+// Jobs of which each is a sum of `parts`: all of a job by one thread, or, where the jobs are too
+// few for the threads, the parts as tasks, and the sum by whoever finishes a job's last part. Both
+// give the same bits. states: part_bytes for each part of the job.
+//   whole(job, scratch)   part(job, index, states, scratch)   sum(job, states, scratch)
+template <class Whole, class Part, class Sum>
+void for_each_job(int64_t jobs, int64_t parts, double flops, int64_t scratch_bytes,
+                  int64_t part_bytes, const Whole& whole, const Part& part, const Sum& sum) {
+  constexpr int64_t kJobsEnough = 8;  // for each thread
+  const int64_t threads = available_threads();
+  if (parts == 1 || threads == 1 || jobs >= kJobsEnough * threads)
+    return for_each_task(jobs, flops, scratch_bytes, whole);
+  const int64_t job_bytes = (parts * part_bytes + 63) / 64 * 64;
+  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(jobs * job_bytes);
+  std::vector<std::atomic<int64_t>> left(jobs);
+  for (auto& count : left) count.store(parts, std::memory_order_relaxed);
+  for_each_task(jobs * parts, flops, scratch_bytes, [&](int64_t task, void* scratch) {
+    const int64_t job = task / parts;
+    char* states = static_cast<char*>(memory.get()) + job * job_bytes;
+    part(job, task % parts, states, scratch);
+    if (left[job].fetch_sub(1, std::memory_order_acq_rel) == 1) sum(job, states, scratch);
   });
 }
 

@@ -48,39 +48,56 @@ typename X::V load_up_to(const From* p, int64_t n) {
   return n >= X::kLanes ? X::load(p) : X::load(p, n);
 }
 
-// s[n] = sum_d key[n][d] query[d]: a vector of partial sums a key, then a transpose adds them for
-// all keys at once.
-template <class K>
-void few_scores(const typename K::S* key, int64_t stride, int64_t keys, int64_t columns,
-                const typename K::T* query, typename K::T* s) {
+// s[r][n] = sum_d key[n][d] query[r][d] for kRows rows of queries and kLanes / kRows keys: a vector
+// of partial sums for each pair, and all of these are added at once. What a pair's sum is depends
+// on neither count. Past the last key the last one stands in.
+template <class K, int kRows, bool kWhole>
+void few_scores_block(const typename K::S* key, int64_t stride, int64_t keys, int64_t columns,
+                      const typename K::T* query, int64_t ld, typename K::T* s) {
   using X = typename K::X;
-  constexpr int kLanes = K::kLanes;
-  for (int64_t n = 0; n < keys; n += kLanes) {
-    const int64_t height = min_of(kLanes, keys - n);
-    const typename K::S* p = key + n * stride;
-    typename X::V block[kLanes];
-    for (int i = 0; i < kLanes; i++) block[i] = X::zero();
-    int64_t d = 0;
-    if (height == kLanes)
-      for (; d + kLanes <= columns; d += kLanes) {
-        const typename X::V q = X::load(query + d);
+  using V = typename X::V;
+  constexpr int kLanes = K::kLanes, kKeys = kLanes / kRows;
+  // Four rows share a pointer: that leaves the addresses in registers.
+  const typename K::S* p[kKeys];
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++)
-          block[i] = X::fma(X::load(p + i * stride + d), q, block[i]);
-      }
-    for (; d < columns; d += kLanes) {
-      const typename X::V q = X::load(query + d);
-      for (int i = 0; i < height; i++)
-        block[i] = X::fma(load_up_to<X>(p + i * stride + d, columns - d), q, block[i]);
-    }
-    X::transpose(block);
+  for (int i = 0; i < kKeys; i++) p[i] = key + (kWhole ? i / 4 * 4 : min_of(i, keys - 1)) * stride;
+  V sum[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++) sum[i] = X::zero();
+  const auto step = [&]<bool kFull>(int64_t d) __attribute__((always_inline)) {
+    V q[kRows];
 #pragma GCC unroll 4
-    for (int step = 1; step < kLanes; step *= 2)
+    for (int r = 0; r < kRows; r++) q[r] = X::load(query + r * ld + d);
 #pragma GCC unroll 16
-      for (int i = 0; i + step < kLanes; i += 2 * step)
-        block[i] = X::add(block[i], block[i + step]);
-    X::store(s + n, block[0]);
-  }
+    for (int i = 0; i < kKeys; i++) {
+      const typename K::S* from = kWhole ? p[i / 4 * 4] + i % 4 * stride : p[i];
+      const V v = kFull ? X::load(from) : X::load(from, columns - d);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; r++) sum[r * kKeys + i] = X::fma(v, q[r], sum[r * kKeys + i]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kKeys; i++) p[i] += kLanes;
+  };
+  int64_t d = 0;
+  for (; d + kLanes <= columns; d += kLanes) step.template operator()<true>(d);
+  if (d < columns) step.template operator()<false>(d);
+  typename K::T lanes[kLanes];
+  X::store(lanes, X::sum_each(sum));
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; r++)
+    __builtin_memcpy(s + r * kTile, lanes + r * kKeys, kKeys * sizeof(typename K::T));
+}
+
+template <class K, int kRows>
+void few_scores(const typename K::S* key, int64_t stride, int64_t keys, int64_t columns,
+                const typename K::T* query, int64_t ld, typename K::T* s) {
+  constexpr int kKeys = K::kLanes / kRows;
+  int64_t n = 0;
+  for (; n + kKeys <= keys; n += kKeys)
+    few_scores_block<K, kRows, true>(key + n * stride, stride, kKeys, columns, query, ld, s + n);
+  if (n < keys)
+    few_scores_block<K, kRows, false>(key + n * stride, stride, keys - n, columns, query, ld,
+                                      s + n);
 }
 
 // The query of one row, scaled, in the type of the sums.
@@ -103,7 +120,7 @@ void few_scores_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64
   for (int64_t r = 0; r < padded<K>(rows); r++) {
     if (r < rows) {
       scale_query<K>(a, b, h, q0 + r, query);
-      few_scores<K>(key, a.key.row, keys, a.head_dim, query, s);
+      few_scores<K, 1>(key, a.key.row, keys, a.head_dim, query, 0, s);
     }
     for (int64_t n = 0; n < keys; n++) tile[n * kRow + r] = r < rows ? s[n] : 0;
   }

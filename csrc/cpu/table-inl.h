@@ -39,6 +39,11 @@ int64_t backward_tangent_scratch_bytes(const Attention& a) {
   return max_of(backward_arena.used, bias_arena.used + 4 * 64);
 }
 
+template <class K>
+int64_t state_bytes(const Attention& a) {
+  return a.queries <= kFewQueries ? few_state_bytes<K>(a) : block_state_bytes<K>(a);
+}
+
 template <class X, class Dot, class S>
 constexpr TypeKernels type_kernels() {
   using K = Kind<X, Dot, S>;
@@ -49,7 +54,10 @@ constexpr TypeKernels type_kernels() {
           backward_tangent_scratch_bytes<K>,
           kGroup,
           forward<K>,
+          merge<K>,
           forward_few<K>,
+          merge_few<K>,
+          state_bytes<K>,
           delta<K>,
           backward<K>,
           add_sums<K>,

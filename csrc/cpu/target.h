@@ -10,6 +10,7 @@
 #else
 // g++ 12 takes the deliberately undefined vectors inside its own intrinsics for uninitialised ones.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #define TARGET_BEGIN(isa) TARGET_PRAGMA(GCC target(isa))
 #define TARGET_END
 #endif

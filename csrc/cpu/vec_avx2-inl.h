@@ -116,6 +116,28 @@ struct F32x8 {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) r[i] = t[i];
   }
+
+  // Lane i is the sum of the lanes of r[i]: lanes 4 apart first, then 2, 1.
+  static V sum_each(V (&r)[8]) {
+    V u[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+      u[i] = add(_mm256_permute2f128_ps(r[i], r[i + 4], 0x20),
+                 _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+    const V a = add(_mm256_unpacklo_ps(u[0], u[2]), _mm256_unpackhi_ps(u[0], u[2]));
+    const V b = add(_mm256_unpacklo_ps(u[1], u[3]), _mm256_unpackhi_ps(u[1], u[3]));
+    return add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+  }
+  static T sum(V v) {
+    const __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+  }
+  static T largest(V v) {  // no lane is NaN
+    const __m128 half = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    const __m128 quarter = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(quarter, _mm_movehdup_ps(quarter)));
+  }
 };
 
 struct F64x4 {
@@ -168,6 +190,23 @@ struct F64x4 {
     r[1] = _mm256_permute2f128_pd(b, d, 0x20);
     r[2] = _mm256_permute2f128_pd(a, c, 0x31);
     r[3] = _mm256_permute2f128_pd(b, d, 0x31);
+  }
+
+  static V sum_each(V (&r)[4]) {
+    V u[2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
+      u[i] = add(_mm256_permute2f128_pd(r[i], r[i + 2], 0x20),
+                 _mm256_permute2f128_pd(r[i], r[i + 2], 0x31));
+    return add(_mm256_unpacklo_pd(u[0], u[1]), _mm256_unpackhi_pd(u[0], u[1]));
+  }
+  static T sum(V v) {
+    const __m128d half = _mm_add_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(half, _mm_unpackhi_pd(half, half)));
+  }
+  static T largest(V v) {
+    const __m128d half = _mm_max_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
+    return _mm_cvtsd_f64(_mm_max_sd(half, _mm_unpackhi_pd(half, half)));
   }
 };
 

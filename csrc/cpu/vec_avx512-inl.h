@@ -118,6 +118,35 @@ struct F32x16 {
       r[i + 12] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd);
     }
   }
+
+  // Lane i is the sum of the lanes of r[i]: lanes 8 apart first, then 4, 2, 1.
+  static V sum_each(V (&r)[16]) {
+    V t[8], u[4];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+      const V a = r[i % 4 + i / 4 * 8], b = r[i % 4 + i / 4 * 8 + 4];
+      t[i] = add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+      u[i] = add(_mm512_shuffle_f32x4(t[i], t[i + 4], 0x88),
+                 _mm512_shuffle_f32x4(t[i], t[i + 4], 0xdd));
+    const V a = add(_mm512_unpacklo_ps(u[0], u[2]), _mm512_unpackhi_ps(u[0], u[2]));
+    const V b = add(_mm512_unpacklo_ps(u[1], u[3]), _mm512_unpackhi_ps(u[1], u[3]));
+    return add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  }
+  static T sum(V v) {
+    v = add(v, _mm512_shuffle_f32x4(v, v, 0x4e));
+    v = add(v, _mm512_shuffle_f32x4(v, v, 0xb1));
+    v = add(v, _mm512_permute_ps(v, 0x4e));
+    return _mm512_cvtss_f32(add(v, _mm512_permute_ps(v, 0xb1)));
+  }
+  static T largest(V v) {  // no lane is NaN
+    v = max(v, _mm512_shuffle_f32x4(v, v, 0x4e));
+    v = max(v, _mm512_shuffle_f32x4(v, v, 0xb1));
+    v = max(v, _mm512_permute_ps(v, 0x4e));
+    return _mm512_cvtss_f32(max(v, _mm512_permute_ps(v, 0xb1)));
+  }
 };
 
 struct F64x8 {
@@ -179,6 +208,30 @@ struct F64x8 {
     }
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) r[i] = t[i];
+  }
+
+  static V sum_each(V (&r)[8]) {
+    V t[4], u[2];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      const V a = r[i % 2 + i / 2 * 4], b = r[i % 2 + i / 2 * 4 + 2];
+      t[i] = add(_mm512_shuffle_f64x2(a, b, 0x44), _mm512_shuffle_f64x2(a, b, 0xee));
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
+      u[i] = add(_mm512_shuffle_f64x2(t[i], t[i + 2], 0x88),
+                 _mm512_shuffle_f64x2(t[i], t[i + 2], 0xdd));
+    return add(_mm512_unpacklo_pd(u[0], u[1]), _mm512_unpackhi_pd(u[0], u[1]));
+  }
+  static T sum(V v) {
+    v = add(v, _mm512_shuffle_f64x2(v, v, 0x4e));
+    v = add(v, _mm512_shuffle_f64x2(v, v, 0xb1));
+    return _mm512_cvtsd_f64(add(v, _mm512_permute_pd(v, 0x55)));
+  }
+  static T largest(V v) {
+    v = max(v, _mm512_shuffle_f64x2(v, v, 0x4e));
+    v = max(v, _mm512_shuffle_f64x2(v, v, 0xb1));
+    return _mm512_cvtsd_f64(max(v, _mm512_permute_pd(v, 0x55)));
   }
 };
 

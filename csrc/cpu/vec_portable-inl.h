@@ -96,6 +96,22 @@ struct Portable {
       }
   }
 
+  // Lane i is the sum of the lanes of r[i].
+  static V sum_each(V (&r)[N]) {
+    V sums;
+    for (int i = 0; i < N; i++) sums[i] = sum(r[i]);
+    return sums;
+  }
+  static T sum(V v) {
+    if constexpr (N == 4) return (v[0] + v[2]) + (v[1] + v[3]);
+    return v[0] + v[1];
+  }
+  static T largest(V v) {  // no lane is NaN
+    T top = v[0];
+    for (int i = 1; i < N; i++) top = v[i] > top ? v[i] : top;
+    return top;
+  }
+
  private:
   template <class S>
   static void put(T x, S* p) {
