@@ -146,6 +146,8 @@ struct MultiplyTiles : PairUnits<16> {
 //
 #include "few-inl.h"
 //
+#include "one-tile-inl.h"
+//
 #include "backward-inl.h"
 //
 #include "tangent-inl.h"

@@ -20,6 +20,8 @@ TARGET_BEGIN("avx2,fma,f16c,bmi,bmi2")
 //
 #include "few-inl.h"
 //
+#include "one-tile-inl.h"
+//
 #include "backward-inl.h"
 //
 #include "tangent-inl.h"

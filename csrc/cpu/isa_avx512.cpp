@@ -20,6 +20,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 //
 #include "few-inl.h"
 //
+#include "one-tile-inl.h"
+//
 #include "backward-inl.h"
 //
 #include "tangent-inl.h"

@@ -44,6 +44,8 @@ struct MultiplyPairs : PairUnits<1> {
 //
 #include "few-inl.h"
 //
+#include "one-tile-inl.h"
+//
 #include "backward-inl.h"
 //
 #include "tangent-inl.h"

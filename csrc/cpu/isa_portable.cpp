@@ -16,6 +16,8 @@
 //
 #include "few-inl.h"
 //
+#include "one-tile-inl.h"
+//
 #include "backward-inl.h"
 //
 #include "tangent-inl.h"

@@ -83,6 +83,21 @@ __attribute__((noinline)) void panel(Operand a, int64_t rows, int64_t count,
       rows -= kRows;
     }
   };
+  if constexpr (NV == 1 && kA == Contiguous::kAlongT) {
+    // In equal parts: a last part of few sums would wait for the latency of each.
+    const int64_t parts = (rows + kMost - 1) / kMost,
+                  part = (rows + parts - 1) / (parts ? parts : 1);
+    if (part > 11) at_a_time.template operator()<12>();
+    if (part > 10) at_a_time.template operator()<11>();
+    if (part > 9) at_a_time.template operator()<10>();
+    if (part > 8) at_a_time.template operator()<9>();
+    if (part > 7) at_a_time.template operator()<8>();
+    if (part > 6) at_a_time.template operator()<7>();
+    if (part > 5) at_a_time.template operator()<6>();
+    if (part > 4) at_a_time.template operator()<5>();
+    if (part > 3) at_a_time.template operator()<4>();
+    if (part > 2) at_a_time.template operator()<3>();
+  }
   at_a_time.template operator()<kMost>();
   if constexpr (kMost > 8) at_a_time.template operator()<8>();
   if constexpr (kMost > 4) at_a_time.template operator()<4>();

@@ -53,14 +53,57 @@ inline void narrow(float x, Float16* out) {
 inline void narrow(float x, float* out) { *out = x; }
 inline void narrow(double x, double* out) { *out = x; }
 
-// lse = m + log l as high + low, rounded once each.
+// log x of a positive normal x, without branches: a loop over it becomes vectors. x = 2^n f with f
+// from sqrt(1/2) to sqrt(2), log f = 2 atanh((f - 1) / (f + 1)). The series ends below 2e-15.
+inline double log_of(double x) {
+  constexpr uint64_t kRootHalf = 0x3fe6a09e667f3bcd;
+  uint64_t bits;
+  __builtin_memcpy(&bits, &x, 8);
+  const uint64_t above = bits - kRootHalf;
+  const double n = (int32_t)((int64_t)above >> 52);
+  const uint64_t fraction = (above & 0xfffffffffffff) + kRootHalf;
+  double f;
+  __builtin_memcpy(&f, &fraction, 8);
+  const double s = (f - 1) / (f + 1), z = s * s;
+  double sum = 1.0 / 17;
+  sum = sum * z + 1.0 / 15;
+  sum = sum * z + 1.0 / 13;
+  sum = sum * z + 1.0 / 11;
+  sum = sum * z + 1.0 / 9;
+  sum = sum * z + 1.0 / 7;
+  sum = sum * z + 1.0 / 5;
+  sum = sum * z + 1.0 / 3;
+  sum = sum * z + 1.0;
+  return n * 0.693147180559945309 + 2 * s * sum;
+}
+
+// lse = m + log l as high + low, rounded once each; `none` where l = 0. The loop has no branches
+// for float, which is what makes vectors of it.
+template <class T>
+void add_logs(int64_t count, const T* m, const T* l, T none, T* high, T* low) {
+  for (int64_t r = 0; r < count; r++) {
+    const double sum = (double)l[r], level = (double)m[r];
+    double rest;
+    if constexpr (sizeof(T) == 4)
+      rest = log_of(sum) + (sum - sum);  // a float is a normal double; NaN stays NaN
+    else
+      rest = log(sum);
+    const T whole = (T)(level + rest);
+    const bool ordered = fabs(level) >= fabs(rest);
+    const double large = ordered ? level : rest, small = ordered ? rest : level;
+    high[r] = whole;
+    low[r] = (T)((large - (double)whole) + small);
+  }
+  for (int64_t r = 0; r < count; r++)
+    if (l[r] == 0) {
+      high[r] = none;
+      low[r] = 0;
+    }
+}
+
 template <class T>
 void add_log(T m, T l, T* high, T* low) {
-  const double rest = log((double)l);
-  *high = (T)((double)m + rest);
-  const bool ordered = fabs((double)m) >= fabs(rest);
-  const double large = ordered ? (double)m : rest, small = ordered ? rest : (double)m;
-  *low = (T)((large - (double)*high) + small);
+  add_logs<T>(1, &m, &l, -(T)INFINITY, high, low);
 }
 
 // e^x = 2^n e^r with n = round(x log2 e), |r| <= ln(2) / 2. The polynomials minimise the largest

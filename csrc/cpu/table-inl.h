@@ -53,7 +53,7 @@ constexpr TypeKernels type_kernels() {
           forward_tangent_scratch_bytes<K>,
           backward_tangent_scratch_bytes<K>,
           kGroup,
-          forward<K>,
+          forward_any<K>,
           merge<K>,
           forward_few<K>,
           merge_few<K>,
