@@ -85,17 +85,26 @@ class Result:
     training_flops: float = 0.0
 
 
-def verify(runs: Sequence[Run], inputs: Inputs, level: Level) -> dict[str, Result]:
+def random_like(tensor: Tensor, seed: int = 1) -> Tensor:
+    """Normal values: the same ones for every dtype and device."""
+    values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(tensor)
+
+
+def verify(
+    runs: Sequence[Run], inputs: Inputs, level: Level, exact: Exact | None = None
+) -> dict[str, Result]:
     """Compares every run with float64; `wrong` names what is off.
 
     An error may be four times that of eager PyTorch, or 32 units in the last place of the largest
     element, whichever is larger. Gradients that cancel (a single key gives its query none) count as
     no smaller than a twentieth of the largest gradient.
+
+    exact: what exact_results gave for these inputs and random_like(out), where it is known.
     """
     outs = {run.name: run.call(inputs) for run in runs}
-    some = next(iter(outs.values()))
-    grad_out = torch.randn(some.shape, generator=torch.Generator().manual_seed(1)).to(some)
-    exact = exact_results(inputs, level, grad_out)
+    grad_out = random_like(next(iter(outs.values())))
+    exact = exact or exact_results(inputs, level, grad_out)
     gradients = exact.grads or {}
     largest = max((float(grad.abs().max()) for grad in gradients.values()), default=0.0)
     results: dict[str, Result] = {}

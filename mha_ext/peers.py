@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -337,11 +337,37 @@ class Run:
         with torch.no_grad():
             return self.forward(inputs)
 
+    def leaves(self, inputs: Inputs) -> dict[str, Tensor]:
+        """What is differentiated: of the inputs, and parameters."""
+        return {**inputs.leaves, **self.parameters}
+
     def gradients(self, inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
         """Forward and backward."""
-        leaves = {**inputs.leaves, **self.parameters}
+        leaves = self.leaves(inputs)
         grads = torch.autograd.grad(self.forward(inputs), list(leaves.values()), grad_out)
         return dict(zip(leaves, grads, strict=True))
+
+    def tangent(self, inputs: Inputs, tangents: dict[str, Tensor]) -> Tensor:
+        """Forward and its derivative in the direction of `tangents`, by forward mode."""
+        names = list(inputs.tensors)
+
+        def function(*tensors: Tensor) -> Tensor:
+            return self.forward(replace(inputs, tensors=dict(zip(names, tensors, strict=True))))
+
+        primals = tuple(tensor.detach() for tensor in inputs.tensors.values())
+        directions = tuple(tangents[name] for name in names)
+        tangent: Tensor = torch.func.jvp(function, primals, directions)[1]
+        return tangent
+
+    def hessian_vector(
+        self, inputs: Inputs, grad_out: Tensor, tangents: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Forward, backward, and the derivative of backward in the direction of `tangents`."""
+        leaves = list(inputs.leaves.values())
+        directions = [tangents[name] for name in inputs.leaves]
+        grads = torch.autograd.grad(self.forward(inputs), leaves, grad_out, create_graph=True)
+        products = torch.autograd.grad(grads, leaves, directions)
+        return dict(zip(inputs.leaves, products, strict=True))
 
 
 CORES: dict[str, Callable[[Inputs], Core]] = {

@@ -14,7 +14,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,16 +29,16 @@ from mha_ext.report import Row, print_table, progress
 from mha_ext.timing import alternate
 
 # Inputs that a decoding step would find in a cache are rotated through this many bytes.
-_ROTATED_BYTES = 2**28
+ROTATED_BYTES = 2**28
 
 
-def _rotation(inputs: Inputs) -> list[Inputs]:
+def rotation(inputs: Inputs) -> list[Inputs]:
     """Copies of inputs that a decoding step reads from memory, so that no cache keeps them."""
     size = sum(t.numel() * t.element_size() for t in inputs.tensors.values())
     if inputs.case.keys < 64 * inputs.case.queries or size < 2**20:
         return [inputs]
     copies = [inputs]
-    for _ in range(_ROTATED_BYTES // size):
+    for _ in range(ROTATED_BYTES // size):
         copies.append(
             replace(inputs, tensors={n: t.detach().clone() for n, t in inputs.tensors.items()})
         )
@@ -66,10 +66,17 @@ counted. On CUDA it is torch.cuda.max_memory_allocated. Elsewhere it is not meas
 
 
 def measure_memory(
-    cases: Sequence[Case], dtype: str, threads: int
+    cases: Sequence[Case],
+    dtype: str,
+    threads: int,
+    wanted: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[tuple[str, Level, str], int]:
-    """(case, level, implementation) -> bytes, from a process of its own; empty where impossible."""
+    """(case, level, implementation) -> bytes, from a process of its own; empty where impossible.
+
+    wanted: the implementations of each case, by its name; all of them when omitted.
+    """
     job = {"cases": [asdict(case) for case in cases], "dtype": dtype, "threads": threads}
+    job["wanted"] = wanted
     done = subprocess.run(
         [sys.executable, "-c", "from mha_ext import profile; profile.memory_worker()"],
         input=json.dumps(job),
@@ -99,6 +106,8 @@ def memory_worker() -> None:
         for level in levels(case):
             inputs, runs = prepare(case, level, DTYPES[job["dtype"]], torch.device("cpu"))
             for run in runs:
+                if job["wanted"] and run.name not in job["wanted"][case.name]:
+                    continue
                 call = _memory_call(run, inputs)
                 call()
                 libc.malloc_trim(0)
@@ -196,7 +205,7 @@ def _measure_one(
     if not runs:
         return list(results.values())
 
-    copies = _rotation(inputs)
+    copies = rotation(inputs)
     calls = {run.name: _forward_call(run, copies) for run in runs}
     for name, samples in alternate(calls, device, seconds, repeats).items():
         found = samples.median
@@ -205,7 +214,7 @@ def _measure_one(
         moved += case.batch * case.queries * case.width * dtype.itemsize
         results[name].gbytes_per_s = moved / found * 1e-9
     if len(copies) > 1 and device.type == "cpu":
-        results["mha_ext"].bandwidth = _C.read_bandwidth(_ROTATED_BYTES, 0.1)
+        results["mha_ext"].bandwidth = _C.read_bandwidth(ROTATED_BYTES, 0.1)
     if case.training:
         grad_out = torch.ones_like(runs[0].call(inputs))
         calls = {run.name: _training_call(run, inputs, grad_out) for run in runs}
