@@ -68,13 +68,16 @@ def _figures(content: Content, found: Found) -> Iterator[tuple[str, Figure]]:
         suffix = "one-thread" if count == 1 else f"{count}-threads"
         for name, draw in (
             ("share-of-peak", _share_of_peak),
-            ("speed-up", _speedup),
             ("decode", _decode),
             ("options", _options),
         ):
             figure = draw(content, found, count)
             if figure is not None:
                 yield f"{name}-{suffix}", figure
+        for dtype in suite.DTYPES:
+            figure = _speedup(content, found, count, dtype)
+            if figure is not None:
+                yield f"speed-up-{dtype}-{suffix}", figure
     for name, single in (("memory", _memory), ("second-order", _second_order)):
         figure = single(content, found)
         if figure is not None:
@@ -105,21 +108,23 @@ def _finish(figure: Figure, content: Content, title: str, bottom: float) -> None
         f"{content['date'][:10]}"
     )
     height = figure.get_figheight()
-    figure.suptitle(title, fontsize=13, fontweight="bold", y=1 + 0.12 / height)
+    figure.suptitle(title, fontsize=13, fontweight="bold", y=1 + 0.08 / height, va="bottom")
     figure.text(0.5, bottom, note, ha="center", va="top", fontsize=8, color="#444444")
 
 
-def _legend(figure: Figure, axes: Sequence[Axes], y: float) -> None:
-    """One legend for all panels, below them."""
+def _legend(
+    figure: Figure, axes: Sequence[Axes], y: float, titles: Mapping[str, str] | None = None
+) -> None:
+    """One legend for all panels, below them; titles: what to write for a label."""
     entries: dict[str, Any] = {}
     for ax in axes:
         for handle, text in zip(*ax.get_legend_handles_labels(), strict=True):
             entries.setdefault(text, handle)
     figure.legend(
         list(entries.values()),
-        list(entries),
+        [(titles or {}).get(text, text) for text in entries],
         loc="upper center",
-        ncols=min(6, len(entries)),
+        ncols=min(3 if titles else 6, len(entries)),
         bbox_to_anchor=(0.5, y),
     )
 
@@ -201,11 +206,11 @@ def _share_panel(ax: Axes, records: Sequence[Mapping[str, Any]], ending: str) ->
 # ------------------------------------------------------------------------------ speed-up
 
 
-def _speedup(content: Content, found: Found, threads: int) -> Figure | None:
+def _speedup(content: Content, found: Found, threads: int, dtype: str) -> Figure | None:
     """A row for each case: how many times faster than each peer, forward and backward."""
     panels = []
     for what, title in (("forward", "forward"), ("training", "forward and backward")):
-        ratios = _ratios(found, threads, what)
+        ratios = _ratios(found, threads, dtype, what)
         if ratios:
             panels.append((title, ratios))
     if not panels:
@@ -221,6 +226,7 @@ def _speedup(content: Content, found: Found, threads: int) -> Figure | None:
         layout="constrained",
     )
     place = {row: index for index, row in enumerate(rows)}
+    means: dict[str, list[str]] = {}
     for ax, (title, ratios) in zip(axes[0], panels, strict=True):
         peers: dict[str, list[tuple[float, int]]] = {}
         for row, by_peer in ratios.items():
@@ -228,10 +234,11 @@ def _speedup(content: Content, found: Found, threads: int) -> Figure | None:
                 peers.setdefault(peer, []).append((ratio, place[row]))
         for peer in _ordered(set(peers)):
             style = {k: v for k, v in _style(peer).items() if k != "linewidth"}
-            values = [value for value, _ in peers[peer]]
-            style["label"] = LABELS.get(peer, peer)
+            usual = [value for value, index in peers[peer] if rows[index][0] in COMPARED]
+            if usual:
+                means.setdefault(peer, []).append(f"{geometric_mean(usual):.2f}x")
+            style["label"] = peer
             ax.plot(*zip(*peers[peer], strict=True), linestyle="none", alpha=0.85, **style)
-            ax.axvline(geometric_mean(values), color=style["color"], linestyle=":", linewidth=1)
         ax.axvline(1, color="black", linewidth=1)
         ax.set_xscale("log")
         low, high = ax.get_xlim()
@@ -241,32 +248,39 @@ def _speedup(content: Content, found: Found, threads: int) -> Figure | None:
         ax.set_title(title)
         ax.set_xlabel("time of the peer / time of mha_ext")
         ax.set_ylim(len(rows) - 0.5, -0.5)
+        ax.axvspan(ax.get_xlim()[0], 1, color="black", alpha=0.05, linewidth=0)
+        ax.set_xlim(low, high)
         topics = [row[0] for row in rows]
         for index in range(1, len(rows)):
             if topics[index] != topics[index - 1]:
                 ax.axhline(index - 0.5, color="#999999", linewidth=0.8)
-    names = [f"{topic}: {case}, {dtype}" for topic, case, dtype in rows]
+    names = [f"{topic}: {case}" for topic, case in rows]
     axes[0][0].set_yticks(range(len(rows)), names, fontsize=8)
     for ax in axes[0]:
         ax.tick_params(axis="y", length=0)
-    _legend(figure, list(axes[0]), -0.05 / height)
-    title = f"Speed-up over each peer, {_threads(threads)} (dotted: geometric mean)"
-    _finish(figure, content, title, -0.45 / height)
+    titles = {}
+    for peer in {name for _, ratios in panels for found in ratios.values() for name in found}:
+        mean = f", mean {' and '.join(means[peer])}" if peer in means else ""
+        titles[peer] = LABELS.get(peer, peer) + mean
+    _legend(figure, list(axes[0]), -0.05 / height, titles)
+    title = f"Speed-up of mha_ext over each peer, {dtype}, {_threads(threads)}"
+    lines = -(-len(titles) // 3)
+    _finish(figure, content, title, -(0.2 + 0.25 * lines) / height)
     return figure
 
 
-def _ratios(found: Found, threads: int, what: str) -> dict[tuple[str, str, str], dict[str, float]]:
-    """(topic, case, dtype) -> peer -> time of the peer / time of ours."""
-    topics = (*COMPARED, "fallback", "layer")
-    result: dict[tuple[str, str, str], dict[str, float]] = {}
-    for topic in topics:
-        for own in found.all(topic=topic, threads=threads, what=what, implementation=OWN):
-            for other in found.all(
-                topic=topic, threads=threads, what=what, case=own["case"], dtype=own["dtype"]
-            ):
+def _ratios(
+    found: Found, threads: int, dtype: str, what: str
+) -> dict[tuple[str, str], dict[str, float]]:
+    """(topic, case) -> peer -> time of the peer / time of ours."""
+    result: dict[tuple[str, str], dict[str, float]] = {}
+    for topic in (*COMPARED, "fallback", "layer"):
+        same: Any = {"topic": topic, "threads": threads, "dtype": dtype, "what": what}
+        for own in found.all(**same, implementation=OWN):
+            for other in found.all(**same, case=own["case"]):
                 if other["implementation"].startswith(OWN) or not other["flops"]:
                     continue
-                key = (topic, own["case"], own["dtype"])
+                key = (topic, own["case"])
                 ratio = seconds(other) / seconds(own)
                 result.setdefault(key, {})[other["implementation"]] = ratio
     return result
