@@ -201,7 +201,7 @@ def _decode() -> list[Group]:
 
 
 def _masks() -> list[Group]:
-    none = Case("none", 4, 2, 1024, 1024, 64, layer=False)
+    none = Case("none", 4, 1, 1024, 1024, 64, layer=False)
     cases = (
         none,
         named(none, "bool mask", mask="random"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -183,29 +182,6 @@ def test_check_finds_an_error(
     shown = capsys.readouterr()
     assert f"FAILED: {isa}, float32, plain: out is off by" in shown.err
     assert mha_ext._C.active_isa() == isa
-
-
-def test_benchmark_share_of_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Against onnxruntime too, where it is installed; results are compared with float64 first."""
-    path = Path(__file__).resolve().parents[1] / "benchmarks" / "cpu_share_of_peak.py"
-    spec = importlib.util.spec_from_file_location("cpu_share_of_peak", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["cpu_share_of_peak"] = module
-    spec.loader.exec_module(module)
-
-    out = tmp_path / "out.json"
-    options = ["--length", "40", "--head-dim", "24", "--seconds", "0.001", "--json", str(out)]
-    assert module.main(["--dtype", "float32", "bfloat16", *options]) == 0
-    assert "float32, one thread" in capsys.readouterr().out
-    measurements = json.loads(out.read_text())["measurements"]
-    for dtype in ("float32", "bfloat16"):
-        names = {m["implementation"] for m in measurements if m["dtype"] == dtype}
-        expected = {"SDPA", *(f"mha_ext {isa}" for isa in mha_ext._C.supported_isas())}
-        if dtype == "float32" and importlib.util.find_spec("onnxruntime"):
-            expected.add("onnxruntime")
-        assert names == expected
-    assert all(m["forward_gflops"] > 0 and m["peak_gflops"] > 0 for m in measurements)
 
 
 def test_plain_table_is_aligned() -> None:

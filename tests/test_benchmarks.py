@@ -1,0 +1,452 @@
+"""The commands in benchmarks/: they run, write what they document, and compare. Nothing is timed here."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mha_ext
+from mha_ext import peers, timing
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+# Imported from their folder, as the commands are.
+sys.path.insert(0, str(FOLDER))
+try:
+    import compare
+    import cpu_share_of_peak
+    import goals
+    import measure
+    import run
+    import suite
+finally:
+    sys.path.remove(str(FOLDER))
+
+FAST = ["--threads", "1", "--repeats", "2", "--no-memory"]
+TINY = ["--filter", "tiny.*float32", *FAST]
+
+
+@pytest.fixture(autouse=True)
+def _isa_as_before() -> Iterator[None]:
+    isa = mha_ext._C.active_isa()
+    yield
+    mha_ext._C.set_isa(isa)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What --quick writes of one group, without the compiler's peer."""
+    path = tmp_path_factory.mktemp("results") / "out.json"
+    options = ["--quick", *TINY, "--peers", "eager", "SDPA", "onnxruntime", "--no-charts"]
+    assert run.main([*options, "--output", str(path)]) == 0
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def documented(heading: str) -> set[str]:
+    """The names in the first column of the table below a heading of benchmarks/README.md."""
+    text = (FOLDER / "README.md").read_text().split(f"\n{heading}\n", 1)[1]
+    table = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)[0]
+    return {
+        name
+        for line in table.splitlines()[2:]
+        for name in re.findall(r"`(\w+)`", line.split("|")[1])
+    }
+
+
+def test_runs_as_a_script(tmp_path: Path) -> None:
+    """From anywhere, with charts where matplotlib is installed."""
+    out = tmp_path / "out.json"
+    command = [sys.executable, str(FOLDER / "run.py"), "--quick", *TINY, "--peers", "SDPA"]
+    done = subprocess.run(
+        [*command, "--output", str(out)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "64 x 6 x (12, 10) x 50, float32, 1 thread" in done.stdout
+    assert "tiny / best peer" in done.stdout
+    assert "[1/1] tiny" in done.stderr
+    assert json.loads(out.read_text())["complete"] is True
+
+
+def test_fields_are_documented(result: dict[str, Any]) -> None:
+    assert set(result) == documented("### The file")
+    assert all(set(record) == documented("### A record") for record in result["records"])
+    assert {"processor", "cores", "isa"} <= set(result["machine"])
+    assert {"mha_ext", "commit", "torch", "onnxruntime", "build"} <= set(result["versions"])
+    assert result["format"] == run.FORMAT
+    assert result["command"].startswith("python benchmarks/run.py --quick")
+
+
+def test_records(result: dict[str, Any]) -> None:
+    names = {"eager", "SDPA", "mha_ext"}
+    differentiable = {
+        (name, what) for name in names for what in ("forward", "training", "backward")
+    }
+    if importlib.util.find_spec("onnxruntime"):
+        differentiable.add(("onnxruntime", "forward"))
+    assert {(r["implementation"], r["what"]) for r in result["records"]} == differentiable
+    case = peers.Case("", 64, 6, 12, 10, 50)
+    for record in result["records"]:
+        assert record["wrong"] == [] and record["error"] < 1e-5
+        assert (record["isa"] is not None) == (record["implementation"] == "mha_ext")
+        taken, peak = record["seconds"], record["peak"]
+        assert taken["count"] == peak["count"] == 2
+        assert 0 < taken["min"] <= taken["q1"] <= taken["median"] <= taken["q3"] <= taken["max"]
+        assert record["share"] == pytest.approx(record["flops"] / taken["median"] / peak["median"])
+        if record["what"] == "forward":
+            assert record["flops"] == case.flops("attention", backward=False)
+            assert record["bytes"] == 4 * 50 * 64 * 6 * (2 * 12 + 2 * 10)
+    assert [peak["kind"] for peak in result["peaks"]] == ["fma"]
+    by_name = {goal["name"]: goal for goal in result["goals"]}
+    assert by_name["tiny / best peer"]["measured"] > 0
+    assert by_name["memory at L = 16,384"]["measured"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--cases", "odd length", "--dtype", "float32"], {"forward", "training", "backward"}),
+        (["--cases", "layer", "--dtype", "float32"], {"forward", "training", "backward"}),
+        (["--cases", "overhead"], {"forward", "recorded", "training", "backward"}),
+        (["--filter", "decode: 32:8, 2048.*bfloat16"], {"forward"}),
+        (["--filter", "peak: 12 x 128 x 64, bfloat16"], {"forward", "training", "backward"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_kinds_of_groups(options: list[str], expected: set[str], tmp_path: Path) -> None:
+    """Whatever is special in a group: layers, floors, bandwidth, further instruction sets."""
+    out = tmp_path / "out.json"
+    fast = [*FAST[:2], "--repeats", "1", "--no-memory", "--no-charts", "--peers", "SDPA"]
+    assert run.main([*options, *fast, "--output", str(out)]) == 0
+    records = json.loads(out.read_text())["records"]
+    ours = {record["what"] for record in records if record["implementation"] == "mha_ext"}
+    assert ours == expected
+    names = {record["implementation"] for record in records}
+    if "layer" in options:
+        assert measure.PROJECTIONS in names
+    if "overhead" in options:
+        assert measure.ADDCMUL in names
+    if "decode" in options[1]:
+        assert all(r["share_of_bandwidth"] > 0 for r in records)
+    if "bfloat16" in options[1] and mha_ext._C.active_isa() == "amx" and "peak" in options[1]:
+        assert "mha_ext avx512_bf16" in names
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux only")
+def test_memory(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = ["--filter", "memory: 1 x 512", "--no-charts", "--output", str(out)]
+    assert run.main(options) == 0
+    found = {r["implementation"]: r["memory"] for r in json.loads(out.read_text())["records"]}
+    assert set(found) == {"eager", "SDPA", "mha_ext"}
+    assert found["eager"] > 512 * 512 * 4
+
+
+def test_charts(result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="charts need matplotlib")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    path = tmp_path / "out.json"
+    content = copy.deepcopy(result)
+    own = next(r for r in content["records"] if r["implementation"] == "mha_ext")
+    for length in (512, 1024):
+        case = f"1 x {length} x 64"
+        content["records"].append({**own, "topic": "peak", "case": case})
+        memory = {"topic": "memory", "case": case, "what": "memory", "seconds": None}
+        content["records"].append({**own, **memory, "memory": length * 1000})
+        decode = {"topic": "decode", "case": f"1 head, {length} x 128", "share_of_bandwidth": 0.9}
+        content["records"].append({**own, **decode})
+        for what in ("jvp", "hvp"):
+            content["records"].append({**own, "topic": "second order", "case": case, "what": what})
+    for case in ("none", "bias"):
+        content["records"].append({**own, "topic": "masks", "case": case})
+    path.write_text(json.dumps(content))
+    assert run.main(["--redraw", str(path)]) == 0
+    drawn = {file.name for file in (tmp_path / "out").iterdir()}
+    assert drawn == {
+        "share-of-peak-one-thread.svg",
+        "speed-up-float32-one-thread.svg",
+        "decode-one-thread.svg",
+        "options-one-thread.svg",
+        "memory.svg",
+        "second-order.svg",
+    }
+    assert all("<svg" in file.read_text() for file in (tmp_path / "out").iterdir())
+
+
+def test_without_matplotlib(
+    result: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "out.json"
+    path.write_text(json.dumps(result))
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
+    assert run.main(["--redraw", str(path)]) == 0
+    assert "matplotlib is not installed" in capsys.readouterr().err
+
+
+def test_a_missing_peer_is_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure.onnxruntime_peer, "missing", lambda: "it is not installed")
+    out = tmp_path / "out.json"
+    options = [*TINY, "--peers", "SDPA", "onnxruntime", "--no-charts", "--output", str(out)]
+    assert run.main(options) == 0
+    assert "onnxruntime is left out: it is not installed" in capsys.readouterr().err
+    content = json.loads(out.read_text())
+    assert content["left_out"] == {"onnxruntime": "it is not installed"}
+    assert {r["implementation"] for r in content["records"]} == {"SDPA", "mha_ext"}
+
+
+def test_a_failing_peer_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object, **options: object) -> Tensor:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fail)
+    out = tmp_path / "out.json"
+    options = [*TINY, "--peers", "eager", "SDPA", "--no-charts", "--output", str(out)]
+    assert run.main(options) == 0
+    assert "no such kernel" in capsys.readouterr().err
+    content = json.loads(out.read_text())
+    assert {r["implementation"] for r in content["records"]} == {"eager", "mha_ext"}
+    assert "no such kernel" in content["left_out"].values()
+
+
+def test_a_wrong_result_is_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attention = mha_ext.attention
+
+    def wrong(query: Tensor, *args: object, **options: object) -> Tensor:
+        out: Tensor = attention(query, *args, **options)  # type: ignore[call-overload]
+        return out * 1.01
+
+    monkeypatch.setattr(mha_ext, "attention", wrong)
+    out = tmp_path / "out.json"
+    assert run.main([*TINY, "--peers", "--no-charts", "--output", str(out)]) == 1
+    assert "WRONG: mha_ext, tiny" in capsys.readouterr().out
+    records = json.loads(out.read_text())["records"]
+    assert [(r["seconds"], "out" in r["wrong"]) for r in records] == [(None, True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--cases", "shoes"], "--cases"),
+        (["--filter", "("], "--filter must be a regular expression"),
+        (["--filter", "nothing of the kind"], "nothing is left to measure"),
+        (["--threads", "none"], "--threads must be numbers of at least 1 or all, got 'none'"),
+        (["--peers", "abacus"], "--peers"),
+        (["--seconds", "0"], "--seconds: must be a number above 0"),
+        (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--output", "/no/such/folder/x.json"], "/no/such/folder/x.json does not exist"),
+        (["--redraw", "/no/such/file.json"], "/no/such/file.json cannot be read"),
+    ],
+)
+def test_bad_options_are_one_line(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = run.main(options)
+    except SystemExit as stopped:  # what argparse itself refuses
+        status = int(stopped.code or 0)
+    shown = capsys.readouterr()
+    assert status == 2 and shown.out == ""
+    assert words in shown.err
+    assert len(shown.err.strip().splitlines()) == 1
+
+
+def test_the_suite_has_what_it_promises() -> None:
+    groups = suite.groups()
+    assert len({(g.title, g.level) for g in groups}) == len(groups)
+    second_order = set() if suite.has_second_order() else {"second order"}
+    assert {group.topic for group in groups} == set(suite.TOPICS) - second_order
+    peak = {(g.dtype, g.cases[0].queries, g.cases[0].head_dim) for g in groups if g.topic == "peak"}
+    assert peak == {
+        (t, n, d) for t in peers.DTYPES for n in (128, 512, 2048, 4096) for d in (64, 128)
+    }
+    widths = {case.head_dim for g in groups if g.topic == "odd width" for case in g.cases}
+    assert {32, 50, 80, 96, 256} <= widths
+    lengths = {case.queries for g in groups if g.topic == "odd length" for case in g.cases}
+    assert {197, 333, 1000} <= lengths
+    assert {g.topic for g in groups if g.quick} == {g.topic for g in groups} - {"models"}
+
+
+def test_every_goal_is_measured_by_some_group() -> None:
+    """On made-up records of the whole suite, each taking as long as its case has operations."""
+    records = []
+    for group in suite.groups():
+        for case in group.cases:
+            for name in ("SDPA", "onnxruntime", "mha_ext", "projections alone", "aten addcmul"):
+                for what in (*group.passes, "backward", "memory"):
+                    record = measure.Record(
+                        group.topic, case.name, group.dtype, 1, group.level, name, what
+                    )
+                    record.flops = case.flops("attention", False)
+                    record.bytes, record.memory = 1, 2**20
+                    record.seconds = timing.summary([record.flops * 1e-11])
+                    record.peak = record.bandwidth = timing.summary([2e11])
+                    records.append(record.as_json())
+    found = {row["name"]: row for row in goals.evaluate(records)}
+    assert found["float32 forward, L >= 512"]["measured"] == pytest.approx(0.5)
+    assert found["odd sizes / round neighbour"]["measured"] == pytest.approx(1.0)
+    assert found["mean / SDPA, float32 forward"]["measured"] == pytest.approx(1.0)
+    assert found["cost of mask, padding, bias"]["measured"] == pytest.approx(0.0)
+    assert found["cost of mask, padding, bias"]["met"] is True
+    assert found["float32 forward, L >= 512"]["met"] is False
+    optional = ("AMX", "jvp", "hvp")
+    for name, row in found.items():
+        if not any(word in name for word in optional):
+            assert row["measured"] is not None, name
+
+
+def written(path: Path, content: dict[str, Any]) -> str:
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def scaled(result: dict[str, Any], factor: float, only: str | None = None) -> dict[str, Any]:
+    """The result with all times (of one pass) longer by a factor."""
+    content = copy.deepcopy(result)
+    for record in content["records"]:
+        if only in (None, record["what"]):
+            for name in ("median", "min", "q1", "q3", "max"):
+                record["seconds"][name] *= factor
+    return content
+
+
+def quiet(result: dict[str, Any]) -> dict[str, Any]:
+    """The result with quartiles one per cent from the medians, whatever the machine did."""
+    content = copy.deepcopy(result)
+    for record in content["records"]:
+        for samples in (record["seconds"], record["peak"]):
+            for name, factor in (("min", 0.98), ("q1", 0.99), ("q3", 1.01), ("max", 1.02)):
+                samples[name] = samples["median"] * factor
+    return content
+
+
+def test_compare_finds_a_slowdown(
+    result: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = written(tmp_path / "old.json", quiet(result))
+    slow = written(tmp_path / "new.json", scaled(quiet(result), 1.2, "forward"))
+    assert compare.main([old, slow]) == 1
+    shown = capsys.readouterr().out
+    assert "Slower, beyond 5% and noise" in shown
+    assert "tiny: 64 x 6 x (12, 10) x 50, float32, 1 thr., forward" in shown
+    assert "1.20x" in shown and "1 slower, 0 faster" in shown
+    assert compare.main([old, slow, "--threshold", "0.3"]) == 0
+    capsys.readouterr()
+    assert compare.main([slow, old]) == 0
+    assert "0 slower, 1 faster" in capsys.readouterr().out
+
+
+def test_compare_ignores_noise_and_the_clock(
+    result: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = quiet(result)
+    slower_clock = scaled(old, 1.3)
+    for record in slower_clock["records"]:
+        for name in ("median", "min", "q1", "q3", "max"):
+            record["peak"][name] /= 1.3
+    noisy = scaled(old, 1.2)
+    for record in noisy["records"]:
+        record["seconds"]["q1"] /= 1.25
+    a = written(tmp_path / "a.json", old)
+    for number, content in enumerate((old, slower_clock, noisy)):
+        assert compare.main([a, written(tmp_path / f"{number}.json", content)]) == 0
+        assert "0 slower, 0 faster" in capsys.readouterr().out
+
+
+def test_compare_finds_what_became_wrong(
+    result: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = copy.deepcopy(result)
+    own = next(r for r in content["records"] if r["implementation"] == "mha_ext")
+    own["wrong"], own["seconds"] = ["out"], None
+    new = written(tmp_path / "new.json", content)
+    assert compare.main([written(tmp_path / "old.json", result), new]) == 1
+    assert "WRONG: tiny" in capsys.readouterr().out
+
+
+def test_compare_refuses_what_is_no_result(
+    result: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = written(tmp_path / "good.json", result)
+    (tmp_path / "text.json").write_text("no JSON")
+    other = written(tmp_path / "other.json", {"results": []})
+    empty = written(tmp_path / "empty.json", {**result, "records": []})
+    for path, words in (
+        (str(tmp_path / "none.json"), "cannot be read: No such file"),
+        (str(tmp_path / "text.json"), "it is not JSON"),
+        (other, 'its "format" is not'),
+        (empty, "no time in common"),
+    ):
+        assert compare.main([good, path]) == 2
+        shown = capsys.readouterr()
+        assert words in shown.err and len(shown.err.strip().splitlines()) == 1
+    moved = copy.deepcopy(result)
+    moved["machine"]["processor"] = "Another"
+    assert compare.main([good, written(tmp_path / "moved.json", moved)]) == 0
+    assert "warning: the results are of different machines" in capsys.readouterr().err
+
+
+def test_share_of_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against onnxruntime too, where it is installed; results are compared with float64 first."""
+    out = tmp_path / "out.json"
+    options = ["--length", "40", "--head-dim", "24", "--seconds", "0.001", "--json", str(out)]
+    assert cpu_share_of_peak.main(["--dtype", "float32", "bfloat16", *options]) == 0
+    assert "float32, one thread" in capsys.readouterr().out
+    measurements = json.loads(out.read_text())["measurements"]
+    for dtype in ("float32", "bfloat16"):
+        names = {m["implementation"] for m in measurements if m["dtype"] == dtype}
+        expected = {"SDPA", *(f"mha_ext {isa}" for isa in mha_ext._C.supported_isas())}
+        if dtype == "float32" and importlib.util.find_spec("onnxruntime"):
+            expected.add("onnxruntime")
+        assert names == expected
+    assert all(m["forward_gflops"] > 0 and m["peak_gflops"] > 0 for m in measurements)
+
+
+@pytest.mark.skipif(not suite.has_second_order(), reason="this build has no second order")
+def test_second_order(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = ["--filter", "second order: 8 x 512 x 64, float32", *FAST[:2], "--repeats", "1"]
+    assert run.main([*options, "--no-memory", "--no-charts", "--output", str(out)]) == 0
+    found = {(r["implementation"], r["what"]) for r in json.loads(out.read_text())["records"]}
+    for name in ("mha_ext", measure.SDPA_MATH):
+        assert {(name, "jvp"), (name, "hvp")} <= found
+
+
+def test_turns() -> None:
+    """Everyone gets its rounds, and one that takes long rests meanwhile."""
+    order: list[str] = []
+    found = timing.in_turns(
+        {name: lambda name=name: order.append(name) for name in "ab"}, 0.0, at_least=3
+    )
+    assert order == list("ababab") and [len(samples) for samples in found.values()] == [3, 3]
+    assert timing.summary([4.0, 1.0, 2.0, 3.0, 5.0]) == timing.Samples(5, 3.0, 1.0, 2.0, 4.0, 5.0)
+    with pytest.raises(ValueError, match="at least one sample"):
+        timing.summary([])
+
+
+def test_the_examples_of_the_documents_are_options() -> None:
+    """Each command line in benchmarks/README.md and docs/performance.md parses."""
+    folder = FOLDER.parent
+    for path in (FOLDER / "README.md", folder / "docs" / "performance.md", folder / "README.md"):
+        for line in re.findall(r"python benchmarks/run\.py([^\n`#]*)", path.read_text()):
+            run._parser().parse_args(line.split())
+    assert os.access(FOLDER / "run.py", os.R_OK)
