@@ -34,6 +34,7 @@
 // empty tensor.
 TORCH_LIBRARY(mha_ext, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", tags);
   m.def(
       "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, "
       "Tensor? key_lengths, Tensor? seed, *, str? corner=None, SymInt? window_left=None, "

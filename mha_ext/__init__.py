@@ -14,12 +14,14 @@ check_torch_version()
 
 from mha_ext import _C, reference  # noqa: E402  (loading _C registers the operators)
 from mha_ext.functional import attention, attention_weights  # noqa: E402
+from mha_ext.linear import FastLinear  # noqa: E402
 from mha_ext.modules import AttentionBlock, MultiHeadAttention  # noqa: E402
 
 __version__: str = _C.build_info()["version"]
 
 __all__ = [
     "AttentionBlock",
+    "FastLinear",
     "MultiHeadAttention",
     "__version__",
     "attention",

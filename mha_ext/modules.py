@@ -19,6 +19,7 @@ from mha_ext.functional import (
     check_window,
     weights_from_lse,
 )
+from mha_ext.linear import FastLinear
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -47,6 +48,8 @@ class MultiHeadAttention(nn.Module):
         bias: whether the projections have biases.
         dropout: probability with which a pair is dropped after the softmax, in training only.
         causal, window, empty_rows: as in `mha_ext.attention`.
+        fast_linear: make the projections `mha_ext.FastLinear`, an `nn.Linear` that is faster in
+            float32 on some CPUs, with other rounding errors.
         device, dtype: of the parameters.
 
     Raises:
@@ -73,6 +76,7 @@ class MultiHeadAttention(nn.Module):
         causal: Causal = False,
         window: Window | None = None,
         empty_rows: EmptyRows = "zero",
+        fast_linear: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -110,9 +114,11 @@ class MultiHeadAttention(nn.Module):
         self.causal = causal
         self.window = window
         self.empty_rows = empty_rows
+        self.fast_linear = fast_linear
 
         def linear(width: int, out_width: int) -> nn.Linear:
-            return nn.Linear(width, out_width, bias=bias, device=device, dtype=dtype)
+            kind = FastLinear if fast_linear else nn.Linear
+            return kind(width, out_width, bias=bias, device=device, dtype=dtype)
 
         self.q_proj = linear(self.query_dim, num_heads * self.head_dim)
         self.k_proj = linear(self.key_dim, self.num_kv_heads * self.head_dim)
@@ -253,6 +259,7 @@ class MultiHeadAttention(nn.Module):
             "causal": False,
             "window": None,
             "empty_rows": "zero",
+            "fast_linear": False,
         }
         if self.num_heads * self.head_dim != self.embed_dim:
             shown["head_dim"] = self.head_dim
@@ -274,6 +281,7 @@ class AttentionOptions(TypedDict, total=False):
     causal: Causal
     window: Window | None
     empty_rows: EmptyRows
+    fast_linear: bool
     device: torch.device | str | None
     dtype: torch.dtype | None
 

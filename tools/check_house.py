@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "build_backend"))
 import toolchain  # noqa: E402
 
 TORCH = r"[<\"](torch|ATen|c10|pybind11)/"
-SPEC = r"\"(\.\./|\.\./\.\./)?(spec/)?(attention|mask|dropout)\.h\""
+SPEC = r"\"(\.\./|\.\./\.\./)?(spec/)?(attention|dropout|linear|mask)\.h\""
 INTRINSICS = r"<(immintrin|arm_neon|arm_sve|cpuid|riscv_vector)\.h>"
 PLAIN_C = r"<(sys/)?\w+\.h>"
 OWN = r"\"[\w-]+\.h\""
@@ -51,8 +51,8 @@ MUST_NOT = [
     ("mha_ext/functional.py", r"^from mha_ext\.modules|mha_ext import modules", "one way through"),
 ]
 SPEAKS_TORCH = re.compile(
-    r"csrc/((ops|problem|autograd|autocast|meta|composite)\.(h|cpp)|(cpu|cuda)/attention\.cpp"
-    r"|cpu/schedule\.h)"
+    r"csrc/((ops|problem|autograd|autocast|meta|composite|linear)\.(h|cpp)"
+    r"|(cpu|cuda)/(attention|linear)\.cpp|cpu/schedule\.h)"
 )
 REFERENCE_IMPORTS = {"__future__", "collections", "math", "torch", "typing"}
 WORDS = [

@@ -152,6 +152,8 @@ struct MultiplyTiles : PairUnits<16> {
 //
 #include "tangent-inl.h"
 //
+#include "linear-inl.h"
+//
 #include "table-inl.h"
 
 namespace mha_ext::cpu {

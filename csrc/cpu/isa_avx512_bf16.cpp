@@ -50,6 +50,8 @@ struct MultiplyPairs : PairUnits<1> {
 //
 #include "tangent-inl.h"
 //
+#include "linear-inl.h"
+//
 #include "table-inl.h"
 
 namespace mha_ext::cpu {

@@ -2,6 +2,7 @@
 // One instruction set is one table of functions; kernels.cpp lists the tables and picks one.
 #pragma once
 #include "../spec/attention.h"
+#include "../spec/linear.h"
 #include "../spec/mask.h"
 
 namespace mha_ext::cpu {
@@ -135,9 +136,18 @@ struct TypeKernels {
   double (*multiply_add)(int64_t count);
 };
 
+// The product of a linear layer: blocks of at most so many rows and columns of the result. A panel
+// of kLinearDepth terms by 64 columns stays in the nearest cache.
+constexpr int64_t kLinearRows = 252, kLinearColumns = 512, kLinearDepth = 192;
+constexpr int64_t kLinearScratchBytes =
+    (kLinearDepth * (kTile + kLinearRows) + kLinearRows * kTile) * (int64_t)sizeof(float);
+
 struct Kernels {
   const char* name;
   TypeKernels types[kDTypes];  // by DType
+  // Rows [m0, m0 + rows) and columns [n0, n0 + columns) of the result, a block at most.
+  void (*linear)(const Linear& p, int64_t m0, int64_t rows, int64_t n0, int64_t columns,
+                 void* scratch);
 };
 
 const Kernels& active_kernels();

@@ -77,7 +77,8 @@ constexpr Kernels kernels(const char* name) {
   return {
       name,
       {type_kernels<F64, Multiply<F64>, double>(), type_kernels<F32, Multiply<F32>, float>(),
-       type_kernels<F32, Multiply<F32>, BFloat16>(), type_kernels<F32, Multiply<F32>, Float16>()}};
+       type_kernels<F32, Multiply<F32>, BFloat16>(), type_kernels<F32, Multiply<F32>, Float16>()},
+      linear<F32>};
 }
 
 }  // namespace
