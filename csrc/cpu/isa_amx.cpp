@@ -152,6 +152,8 @@ struct MultiplyTiles : PairUnits<16> {
 //
 #include "tangent-inl.h"
 //
+#include "backward_tangent-inl.h"
+//
 #include "linear-inl.h"
 //
 #include "table-inl.h"

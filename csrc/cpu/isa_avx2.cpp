@@ -26,6 +26,8 @@ TARGET_BEGIN("avx2,fma,f16c,bmi,bmi2")
 //
 #include "tangent-inl.h"
 //
+#include "backward_tangent-inl.h"
+//
 #include "linear-inl.h"
 //
 #include "table-inl.h"

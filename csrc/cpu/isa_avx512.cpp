@@ -26,6 +26,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 //
 #include "tangent-inl.h"
 //
+#include "backward_tangent-inl.h"
+//
 #include "linear-inl.h"
 //
 #include "table-inl.h"

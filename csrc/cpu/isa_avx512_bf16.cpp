@@ -50,6 +50,8 @@ struct MultiplyPairs : PairUnits<1> {
 //
 #include "tangent-inl.h"
 //
+#include "backward_tangent-inl.h"
+//
 #include "linear-inl.h"
 //
 #include "table-inl.h"

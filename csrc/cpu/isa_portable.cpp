@@ -22,6 +22,8 @@
 //
 #include "tangent-inl.h"
 //
+#include "backward_tangent-inl.h"
+//
 #include "linear-inl.h"
 //
 #include "table-inl.h"
