@@ -1,0 +1,221 @@
+"""mha_ext.compat.scaled_dot_product_attention has torch's signature and semantics; sdpa_override routes to it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.testing import assert_close
+
+import mha_ext
+from mha_ext.compat import scaled_dot_product_attention, sdpa_override
+
+# One ulp of dP, whose entries reach 50 in PyTorch's samples: what the gradients cancel to may be much smaller.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.25, torch.float16: 0.03}
+
+
+def plain(*args: Any, **kwargs: Any) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def sdpa_info() -> Any:
+    pytest.importorskip("expecttest", reason="pip install expecttest (the extra [test])")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    (info,) = (op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
+    return info
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_pytorchs_own_sample_inputs(dtype: torch.dtype) -> None:
+    """Their scores go up to 200, and a rounding error of a score is a relative one of P: so PyTorch's own error in
+    the same dtype, twice, is allowed too. (Dropout, which draws other numbers there, is tested below.)"""
+    count = 0
+    for sample in sdpa_info().sample_inputs("cpu", dtype, requires_grad=True):
+        mask = sample.kwargs.pop("attn_mask", None)
+        inputs = [sample.input, *sample.args, mask]
+        exact = [
+            x.detach().double().requires_grad_(x.requires_grad)
+            if isinstance(x, Tensor) and x.is_floating_point()
+            else x
+            for x in inputs
+        ]
+        results = []
+        for function, tensors in (
+            (scaled_dot_product_attention, inputs),
+            (plain, inputs),
+            (plain, exact),
+        ):
+            out = function(*tensors, **{**sample.kwargs, "dropout_p": 0.0})
+            wanted = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
+            torch.manual_seed(count)
+            cotangent = torch.randn(out.shape, dtype=torch.float64).to(out)
+            results.append([out, *torch.autograd.grad(out, wanted, cotangent)])
+        for ours, theirs, expected in zip(*results, strict=True):
+            size = max(1.0, expected.abs().max().item())
+            allowed = 2 * (theirs - expected).abs().max().item() + size * TOLERANCE[dtype]
+            assert_close(ours.double(), expected, atol=allowed, rtol=0)
+        count += 1
+    assert count >= 20
+
+
+def test_signature_is_torchs() -> None:
+    parameters = list(inspect.signature(scaled_dot_product_attention).parameters)
+    documented = (F.scaled_dot_product_attention.__doc__ or "").split("(", 1)[1].split(")", 1)[0]
+    names = [part.split("=")[0].strip() for part in documented.split(",") if part.strip() != "*"]
+    assert parameters == names
+
+
+@pytest.mark.parametrize(
+    "query, key, value, mask",
+    [
+        ((5, 8), (7, 8), (7, 6), None),
+        ((5, 8), (7, 8), (7, 6), (5, 7)),
+        ((3, 5, 8), (3, 7, 8), (3, 7, 6), (3, 1, 7)),
+        ((3, 5, 8), (7, 8), (3, 7, 6), (1, 7)),
+        ((2, 3, 5, 8), (2, 1, 7, 8), (2, 1, 7, 6), (2, 1, 5, 7)),
+        ((2, 3, 5, 8), (2, 1, 7, 8), (2, 3, 7, 6), (3, 5, 1)),
+        ((2, 1, 3, 5, 8), (4, 3, 7, 8), (2, 4, 3, 7, 6), (4, 1, 5, 7)),
+        ((2, 4, 3, 5, 8), (2, 4, 3, 7, 8), (2, 4, 3, 7, 6), (2, 1, 3, 5, 7)),
+        ((0, 3, 5, 8), (0, 3, 7, 8), (0, 3, 7, 6), None),
+        ((2, 3, 0, 8), (2, 3, 7, 8), (2, 3, 7, 6), None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_leading_dimensions_broadcast(
+    query: tuple[int, ...],
+    key: tuple[int, ...],
+    value: tuple[int, ...],
+    mask: tuple[int, ...] | None,
+    kind: str,
+) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in (query, key, value)]
+    attn_mask = None
+    if mask is not None and kind == "bool":
+        attn_mask = torch.rand(mask) < 0.7
+    elif mask is not None:
+        attn_mask = torch.randn(mask, dtype=torch.float64, requires_grad=True)
+        inputs.append(attn_mask)
+    ours, theirs = (f(*inputs[:3], attn_mask) for f in (scaled_dot_product_attention, plain))
+    assert ours.shape == theirs.shape
+    assert_close(ours, theirs)
+    cotangent = torch.randn_like(theirs)
+    for a, b in zip(
+        torch.autograd.grad(ours, inputs, cotangent),
+        torch.autograd.grad(theirs, inputs, cotangent),
+        strict=True,
+    ):
+        assert_close(a, b)
+
+
+@pytest.mark.parametrize("heads", [(6, 2, 2), (6, 3, 2), (6, 6, 1), (6, 1, 1)])
+def test_grouped_queries(heads: tuple[int, int, int]) -> None:
+    query, key, value = (
+        torch.randn(2, h, n, 8, dtype=torch.float64) for h, n in zip(heads, (5, 7, 7), strict=True)
+    )
+    ours = scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    assert_close(ours, plain(query, key, value, enable_gqa=True))
+    ours = scaled_dot_product_attention(query[0], key[0], value[0], enable_gqa=True)
+    assert_close(ours, plain(query[0], key[0], value[0], enable_gqa=True))
+
+
+@pytest.mark.parametrize("corner", [causal_upper_left, causal_lower_right])
+def test_causal_bias(corner: Any) -> None:
+    query, key, value = (torch.randn(2, 3, n, 8) for n in (5, 7, 7))
+    with sdpa_override():
+        ours = F.scaled_dot_product_attention(query, key, value, corner(5, 7))
+    assert_close(ours, plain(query, key, value, corner(5, 7)))
+    assert_close(scaled_dot_product_attention(query, key, value, corner(5, 7)), ours)
+
+
+def test_dropout_keeps_the_mean_and_all_of_it_drops_everything() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
+    runs = [scaled_dot_product_attention(query, key, value, dropout_p=0.3) for _ in range(400)]
+    assert not torch.equal(runs[0], runs[1])
+    mean = torch.stack(runs).mean(0)
+    assert_close(mean, plain(query, key, value), atol=0.12, rtol=0)
+    gone = scaled_dot_product_attention(query, key, value, dropout_p=1.0)
+    assert gone.abs().max() == 0
+    assert all(g.abs().max() == 0 for g in torch.autograd.grad(gone.sum(), (query, key, value)))
+
+
+def test_errors() -> None:
+    q = torch.randn(2, 3, 5, 8)
+    with pytest.raises(RuntimeError, match="is_causal must be False where attn_mask is given"):
+        scaled_dot_product_attention(q, q, q, torch.ones(5, 5).bool(), is_causal=True)
+    with pytest.raises(ValueError, match=r"query must have at least 2 dimensions.* \[8\]"):
+        scaled_dot_product_attention(q[0, 0, 0], q, q)
+    with pytest.raises(ValueError, match="leading dimensions that broadcast"):
+        scaled_dot_product_attention(q, q[:, :2], q)
+    with pytest.raises(ValueError, match="number of heads that divides query's 3, but has 2"):
+        scaled_dot_product_attention(q, q[:, :2], q[:, :2], enable_gqa=True)
+
+
+class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_override_reaches_unmodified_models(grad: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerDecoderLayer(32, 4, dim_feedforward=64, dropout=0.0, batch_first=True)
+    layer.train(grad)
+    x, memory = torch.randn(2, 6, 32), torch.randn(2, 9, 32)
+    causal = nn.Transformer.generate_square_subsequent_mask(6)
+    with torch.set_grad_enabled(grad), Recorder() as operators:
+        expected = layer(x, memory, tgt_mask=causal)
+        assert not any("mha_ext" in name for name in operators.names)
+        with sdpa_override():
+            found = layer(x, memory, tgt_mask=causal)
+    assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert "mha_ext.attention_forward.default" in operators.names
+
+
+def test_override_under_compile() -> None:
+    query, key, value = (torch.randn(2, 3, 5, 8) for _ in range(3))
+
+    def f(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True) + 1
+
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    compiled = torch.compile(f, backend=backend, fullgraph=True)
+    with sdpa_override():
+        assert_close(compiled(query, key, value), f(query, key, value))
+    assert any("mha_ext" in name for name in seen)
+    seen.clear()
+    assert_close(compiled(query, key, value), f(query, key, value))  # outside: PyTorch's again
+    assert seen and not any("mha_ext" in name for name in seen)
+
+
+def test_override_leaves_what_it_cannot_do_to_pytorch() -> None:
+    wide = torch.randn(1, 1, 2, 1500)
+    with sdpa_override():
+        assert_close(F.scaled_dot_product_attention(wide, wide, wide), plain(wide, wide, wide))
+        whole = [torch.randn(2, 3, length, 8) for length in (3, 5)]
+        ragged = torch.nested.nested_tensor([x.squeeze(0) for x in (whole[0][:1], whole[1][:1])])
+        found = F.scaled_dot_product_attention(ragged, ragged, ragged).unbind()
+        for ours, x in zip(found, (whole[0][0], whole[1][0]), strict=True):
+            assert_close(ours, plain(x, x, x))
+    assert mha_ext.compat.sdpa_override is sdpa_override
