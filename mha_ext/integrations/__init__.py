@@ -1,0 +1,1 @@
+"""mha_ext inside other libraries, one module each; none is imported unless it is asked for."""
