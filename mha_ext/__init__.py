@@ -16,6 +16,11 @@ from mha_ext import _C, reference  # noqa: E402  (loading _C registers the opera
 from mha_ext.functional import attention, attention_weights  # noqa: E402
 from mha_ext.linear import FastLinear  # noqa: E402
 from mha_ext.modules import AttentionBlock, MultiHeadAttention  # noqa: E402
+from mha_ext.summaries import (  # noqa: E402
+    attention_entropy,
+    attention_received,
+    attention_topk,
+)
 
 __version__: str = _C.build_info()["version"]
 
@@ -25,6 +30,9 @@ __all__ = [
     "MultiHeadAttention",
     "__version__",
     "attention",
+    "attention_entropy",
+    "attention_received",
+    "attention_topk",
     "attention_weights",
     "reference",
 ]

@@ -1,0 +1,134 @@
+"""What one wants to know of the attention weights, without the quadratic matrix.
+
+Each function makes the probabilities of a few queries at a time with the kernel behind `attention_weights`, reduces
+them, and lets them go: memory is linear in the lengths, also for the gradients, which make them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mha_ext.functional import _check_tensors, attention_with_lse, weights_from_lse
+
+_ROWS = 64  # queries at a time: one block of the kernel
+
+
+def attention_received(
+    query: Tensor, key: Tensor, mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """How much attention each key gets: the sum of its probabilities over all queries; differentiable.
+
+    Args:
+        query, key, mask: as in `mha_ext.attention`.
+        options: bias, key_lengths, causal, window, scale and empty_rows of `mha_ext.attention_weights`.
+
+    Returns:
+        [B, H, Lk], float32 (float64 for float64). Summed over the keys it is the number of queries that see any.
+    """
+    _check_tensors(query, key, mask, options.get("bias"), options.get("key_lengths"))
+    parts = _chunks(lambda p: p.sum(2), query, key, mask, options)
+    return torch.stack([*parts]).sum(0) if query.shape[2] else _empty(query, key.shape[2])
+
+
+def attention_entropy(
+    query: Tensor, key: Tensor, mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """The entropy of each query's probabilities, in nats: 0 where it looks at one key, log n at n alike;
+    differentiable.
+
+    Args:
+        query, key, mask, options: as in `attention_received`.
+
+    Returns:
+        [B, H, Lq], float32 (float64 for float64); 0 for a query that may attend to nothing.
+
+    Source: Shannon (1948).
+    """
+    _check_tensors(query, key, mask, options.get("bias"), options.get("key_lengths"))
+    parts = _chunks(_entropy, query, key, mask, options)
+    return torch.cat([*parts], -1) if query.shape[2] else _empty(query, 0)
+
+
+class TopKeys(NamedTuple):
+    """The largest probabilities of each query, and the keys that they belong to."""
+
+    weights: Tensor  # [B, H, Lq, k], query's dtype
+    keys: Tensor  # [B, H, Lq, k], int64
+
+
+def attention_topk(
+    query: Tensor, key: Tensor, k: int, mask: Tensor | None = None, **options: Any
+) -> TopKeys:
+    """The ``k`` keys that each query attends to most, best first; the weights are differentiable.
+
+    Args:
+        query, key, mask, options: as in `attention_received`.
+        k: from 1 to Lk. Keys that a query may not see have the weight 0 and come last.
+
+    Returns:
+        The weights and the keys, [B, H, Lq, k].
+
+    Raises:
+        ValueError: where k is not from 1 to Lk.
+    """
+    _check_tensors(query, key, mask, options.get("bias"), options.get("key_lengths"))
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= key.shape[2]:
+        raise ValueError(
+            f"k must be from 1 to the number of keys, {key.shape[2]}, but is {k}; pass min(k, key.shape[2])"
+        )
+    if not query.shape[2]:
+        empty = query.new_empty((*query.shape[:3], k))
+        return TopKeys(empty, empty.long())
+    parts = [*_chunks(lambda p: torch.topk(p, k), query, key, mask, options, widen=False)]
+    return TopKeys(*(torch.cat(list(part), 2) for part in zip(*parts, strict=True)))
+
+
+def _entropy(weights: Tensor) -> Tensor:
+    smallest = torch.finfo(weights.dtype).tiny  # x log x is 0 at 0, and so is what reaches it
+    return -(weights * weights.clamp_min(smallest).log()).sum(-1)
+
+
+def _empty(query: Tensor, length: int) -> Tensor:
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return query.new_zeros((*query.shape[:2], length), dtype=dtype)
+
+
+def _chunks(
+    reduce: Callable[[Tensor], Any],
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    options: dict[str, Any],
+    widen: bool = True,
+) -> Iterator[Any]:
+    """reduce(P [B, H, rows, Lk]) for the queries, a few at a time."""
+    if "heads" in options or "rows" in options:
+        raise TypeError(
+            "heads and rows must be left out here: select them from query, as in query[:, [0, 3]]"
+        )
+    value = key.new_empty((*key.shape[:3], 0))  # lse alone is wanted
+    _, lse, lse_low = attention_with_lse(query, key, value, mask, **options)
+
+    def part(rows: list[int], query: Tensor, key: Tensor, bias: Tensor | None) -> Any:
+        given = options | {"bias": bias}
+        p = weights_from_lse(query, key, lse.detach(), lse_low, mask, rows=rows, **given)
+        return reduce(p.float() if widen and p.dtype in (torch.float16, torch.bfloat16) else p)
+
+    bias = options.get("bias")
+    differentiable = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (query, key, bias)
+    )
+    for first in range(0, query.shape[2], _ROWS):
+        rows = [*range(first, min(first + _ROWS, query.shape[2]))]
+        if differentiable:
+            yield checkpoint(
+                partial(part, rows), query, key, bias, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            yield part(rows, query, key, bias)
