@@ -13,6 +13,7 @@ from mha_ext._build_check import check_torch_version
 check_torch_version()
 
 from mha_ext import _C, reference  # noqa: E402  (loading _C registers the operators)
+from mha_ext.cache import KVCache, rotate  # noqa: E402
 from mha_ext.functional import attention, attention_weights  # noqa: E402
 from mha_ext.linear import FastLinear  # noqa: E402
 from mha_ext.modules import AttentionBlock, MultiHeadAttention  # noqa: E402
@@ -27,6 +28,7 @@ __version__: str = _C.build_info()["version"]
 __all__ = [
     "AttentionBlock",
     "FastLinear",
+    "KVCache",
     "MultiHeadAttention",
     "__version__",
     "attention",
@@ -35,4 +37,5 @@ __all__ = [
     "attention_topk",
     "attention_weights",
     "reference",
+    "rotate",
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 from torch import Tensor, nn
 
+from mha_ext.cache import KVCache, rotate
 from mha_ext.functional import (
     Causal,
     EmptyRows,
@@ -50,6 +51,8 @@ class MultiHeadAttention(nn.Module):
         causal, window, empty_rows: as in `mha_ext.attention`.
         fast_linear: make the projections `mha_ext.FastLinear`, an `nn.Linear` that is faster in
             float32 on some CPUs, with other rounding errors.
+        rotary_base: turn queries and keys by their positions (`mha_ext.rotate`) with this base, usually
+            10000.0; None for no rotary embedding.
         device, dtype: of the parameters.
 
     Raises:
@@ -77,6 +80,7 @@ class MultiHeadAttention(nn.Module):
         window: Window | None = None,
         empty_rows: EmptyRows = "zero",
         fast_linear: bool = False,
+        rotary_base: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -115,6 +119,9 @@ class MultiHeadAttention(nn.Module):
         self.window = window
         self.empty_rows = empty_rows
         self.fast_linear = fast_linear
+        if rotary_base is not None:
+            _check_rotary(rotary_base, self.head_dim)
+        self.rotary_base = rotary_base
 
         def linear(width: int, out_width: int) -> nn.Linear:
             kind = FastLinear if fast_linear else nn.Linear
@@ -155,6 +162,9 @@ class MultiHeadAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         key_lengths: Tensor | None = None,
         causal: Causal | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        new_lengths: Tensor | None = None,
         need_weights: bool = False,
         average_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -170,6 +180,12 @@ class MultiHeadAttention(nn.Module):
             key_padding_mask: bool or integer [B, Lk], nonzero = attend; combined with ``mask``.
             key_lengths: integer [B]; keys at or past the length are masked, and skipped.
             causal: overrides the layer's own.
+            positions: integer [Lq] or [B, Lq], for rotary embedding in self-attention; 0, 1, 2 … by
+                default, after what is cached.
+            cache: the keys and values of the past (`mha_ext.KVCache`), to which those of ``query`` are
+                appended; each query sees what stands before it, and itself. Self-attention only.
+            new_lengths: integer [B], with ``cache``: how many of the last tokens of each sequence are
+                real, where prompts of different lengths are padded on the left.
             need_weights: also return the probabilities, before dropout.
             average_weights: with ``need_weights``, average them over the heads.
 
@@ -183,6 +199,10 @@ class MultiHeadAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         self._check_inputs(query, key, value)
+        if cache is not None or new_lengths is not None or positions is not None:
+            self._check_incremental(
+                key is query, key_lengths, causal, positions, cache, new_lengths
+            )
         mask = _join_masks(mask, key_padding_mask, key)
         causal = self.causal if causal is None else causal
 
@@ -190,6 +210,14 @@ class MultiHeadAttention(nn.Module):
         q = self.q_proj(query).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k = self.k_proj(key).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         v = self.v_proj(value).unflatten(-1, (-1, self.value_head_dim)).transpose(1, 2)
+        if self.rotary_base is not None:
+            if positions is None and cache is not None:
+                positions = cache.positions(query.shape[1], new_lengths)
+            q = rotate(q, _positions(positions, q), self.rotary_base)
+            k = rotate(k, _positions(positions if key is query else None, k), self.rotary_base)
+        if cache is not None:
+            k, v, key_lengths = cache.append(k, v, new_lengths)
+            causal = "lower_right"
         out, lse, lse_low = attention_with_lse(
             q,
             k,
@@ -246,6 +274,42 @@ class MultiHeadAttention(nn.Module):
                 f"not {list(value.shape[:2])}; pass one value for each key"
             )
 
+    def _check_incremental(
+        self,
+        is_self: bool,
+        key_lengths: Tensor | None,
+        causal: Causal | None,
+        positions: Tensor | None,
+        cache: KVCache | None,
+        new_lengths: Tensor | None,
+    ) -> None:
+        if positions is not None and (self.rotary_base is None or not is_self):
+            raise ValueError(
+                "positions must be None without rotary embedding or with a key of its own, but is a tensor; build the "
+                "layer with rotary_base=10000.0"
+            )
+        if cache is None:
+            if new_lengths is not None:
+                raise ValueError(
+                    "new_lengths must be None without a cache, but is a tensor; pass key_lengths for padding"
+                )
+            return
+        if not isinstance(cache, KVCache):
+            raise TypeError(
+                f"cache must be a mha_ext.KVCache, not {type(cache).__name__}; make one with KVCache.of(layer, batch, "
+                "max_length)"
+            )
+        if not is_self:
+            raise ValueError(
+                "key must be None with a cache, but is a tensor; the cache holds the past of query itself"
+            )
+        for name, given in (("key_lengths", key_lengths), ("causal", causal or None)):
+            if given is not None and given != "lower_right":
+                raise ValueError(
+                    f"{name} must be left out with a cache, which is causal and counts its own tokens; pass "
+                    "new_lengths for prompts of different lengths"
+                )
+
     def extra_repr(self) -> str:
         shown = {"embed_dim": self.embed_dim, "num_heads": self.num_heads}
         defaults = {
@@ -260,6 +324,7 @@ class MultiHeadAttention(nn.Module):
             "window": None,
             "empty_rows": "zero",
             "fast_linear": False,
+            "rotary_base": None,
         }
         if self.num_heads * self.head_dim != self.embed_dim:
             shown["head_dim"] = self.head_dim
@@ -282,6 +347,7 @@ class AttentionOptions(TypedDict, total=False):
     window: Window | None
     empty_rows: EmptyRows
     fast_linear: bool
+    rotary_base: float | None
     device: torch.device | str | None
     dtype: torch.dtype | None
 
@@ -368,6 +434,24 @@ _WIDTHS = (
 
 def _as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
+
+
+def _positions(positions: Tensor | None, heads: Tensor) -> Tensor:
+    return torch.arange(heads.shape[2], device=heads.device) if positions is None else positions
+
+
+def _check_rotary(rotary_base: object, head_dim: int) -> None:
+    if isinstance(rotary_base, bool) or not isinstance(rotary_base, int | float):
+        raise TypeError(
+            f"rotary_base must be a float or None, not {type(rotary_base).__name__} {rotary_base!r}; "
+            "pass 10000.0, the usual one"
+        )
+    if not 0 < rotary_base < math.inf:
+        raise ValueError(f"rotary_base must be positive, not {rotary_base}; pass 10000.0")
+    if head_dim % 2:
+        raise ValueError(
+            f"head_dim must be even with rotary_base, not {head_dim}; pass another head_dim"
+        )
 
 
 def _check_positive(name: str, value: object) -> None:

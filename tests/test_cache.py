@@ -1,0 +1,182 @@
+"""Decoding with a KVCache equals the full pass; rotary embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import mha_ext
+from mha_ext import KVCache
+
+DOUBLE = torch.float64
+
+
+def layer(**options: Any) -> mha_ext.MultiHeadAttention:
+    torch.manual_seed(0)
+    return mha_ext.MultiHeadAttention(
+        24, 4, num_kv_heads=2, causal=True, dtype=DOUBLE, **options
+    ).eval()
+
+
+@pytest.mark.parametrize("rotary_base", [None, 10000.0])
+@pytest.mark.parametrize("window", [None, (3, 0)])
+@pytest.mark.parametrize("steps", [[12], [1] * 12, [5, 1, 1, 3, 2]])
+@torch.no_grad()
+def test_decoding_equals_the_full_pass(
+    rotary_base: float | None, window: Any, steps: list[int]
+) -> None:
+    attention = layer(rotary_base=rotary_base, window=window, value_head_dim=5)
+    x = torch.randn(3, 12, 24, dtype=DOUBLE)
+    expected = attention(x)
+    cache = KVCache.of(attention, batch=3, max_length=12)
+    address = cache.key.data_ptr()
+    found = torch.cat([attention(part, cache=cache) for part in x.split(steps, 1)], 1)
+    assert_close(found, expected)
+    assert cache.lengths.tolist() == [12] * 3
+    assert cache.key.data_ptr() == address  # appended in place
+
+
+@pytest.mark.parametrize("rotary_base", [None, 10000.0])
+@torch.no_grad()
+def test_sequences_of_different_lengths(rotary_base: float | None) -> None:
+    attention = layer(rotary_base=rotary_base)
+    sequences = [torch.randn(n, 24, dtype=DOUBLE) for n in (4, 0, 7)]
+    later = [torch.randn(5, 24, dtype=DOUBLE) for _ in sequences]
+    cache = KVCache.of(attention, batch=3, max_length=12)
+    lengths = torch.tensor([len(s) for s in sequences])
+    padded = torch.stack(
+        [torch.cat([torch.full((7 - len(s), 24), torch.nan).to(s), s]) for s in sequences]
+    )
+    first = attention(padded, cache=cache, new_lengths=lengths)
+    second = attention(torch.stack([s[:2] for s in later]), cache=cache)
+    third = attention(
+        torch.stack([s[2:] for s in later]), cache=cache, new_lengths=torch.tensor([3, 3, 3])
+    )
+    assert cache.lengths.tolist() == [9, 5, 12]
+    for b, (early, late) in enumerate(zip(sequences, later, strict=True)):
+        expected = attention(torch.cat([early, late])[None])[0]
+        found = torch.cat([first[b, 7 - len(early) :], second[b], third[b]])
+        assert_close(found, expected)
+
+
+@torch.no_grad()
+def test_weights_masks_and_blocks() -> None:
+    attention = layer()
+    x = torch.randn(2, 6, 24, dtype=DOUBLE)
+    mask = torch.rand(6, 6) < 0.6
+    expected, weights = attention(x, mask=mask, need_weights=True)
+    cache = KVCache.of(attention, batch=2, max_length=6)
+    attention(x[:, :4], mask=mask[:4, :4], cache=cache)
+    found, last = attention(x[:, 4:], mask=mask[4:], cache=cache, need_weights=True)
+    assert_close(found, expected[:, 4:])
+    assert_close(last, weights[:, :, 4:])
+
+
+@torch.no_grad()
+def test_truncate_and_reorder() -> None:
+    attention = layer()
+    x, other = torch.randn(2, 6, 24, dtype=DOUBLE), torch.randn(2, 3, 24, dtype=DOUBLE)
+    cache = KVCache.of(attention, batch=2, max_length=9)
+    attention(x, cache=cache)
+    cache.truncate(4)  # a draft of two tokens is rejected
+    found = attention(other, cache=cache)
+    assert_close(found, attention(torch.cat([x[:, :4], other], 1))[:, 4:])
+    cache.truncate(torch.tensor([4, 2]))
+    cache.reorder(torch.tensor([1, 1]))
+    assert cache.lengths.tolist() == [2, 2]
+    found = attention(other, cache=cache)
+    whole = torch.cat([x[1:, :2].expand(2, -1, -1), other], 1)
+    assert_close(found, attention(whole)[:, 2:])
+
+
+@torch.no_grad()
+def test_the_bound_is_on_the_real_lengths() -> None:
+    attention = layer()
+    cache = KVCache.of(attention, batch=2, max_length=6)
+    x = torch.randn(2, 4, 24, dtype=DOUBLE)
+    attention(x, cache=cache, new_lengths=torch.tensor([1, 2]))
+    attention(x, cache=cache, new_lengths=torch.tensor([4, 4]))  # 5 and 6: fits
+    with pytest.raises(
+        ValueError, match="max_length must be at least 7 for these tokens, but is 6"
+    ):
+        attention(x[:, :1], cache=cache)
+    assert cache.lengths.tolist() == [5, 6]
+
+
+def test_errors() -> None:
+    attention = layer()
+    x = torch.randn(2, 3, 24, dtype=DOUBLE)
+    cache = KVCache.of(attention, batch=2, max_length=6)
+    with pytest.raises(RuntimeError, match="key and value must not need gradients where they are"):
+        attention(x, cache=cache)
+    with torch.no_grad():
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"key": x.clone()}, "key must be None with a cache"),
+            ({"key_lengths": torch.tensor([1, 2])}, "key_lengths must be left out with a cache"),
+            ({"causal": "upper_left"}, "causal must be left out with a cache"),
+            ({"positions": torch.arange(3)}, "positions must be None without rotary embedding"),
+            ({"new_lengths": torch.tensor([1.0, 2.0])}, "new_lengths must be an integer tensor"),
+            ({"new_lengths": torch.tensor([1, 4])}, "new_lengths must be from 0 to the number of"),
+            ({"cache": {}}, "cache must be a mha_ext.KVCache, not dict"),
+            ({"cache": KVCache(3, 2, 6, 6, dtype=DOUBLE)}, r"key must be \[3, 2, 3, 6\]"),
+        ]
+        for options, message in cases:
+            with pytest.raises((ValueError, TypeError), match=message):
+                attention(x, **{"cache": cache, **options})
+        assert cache.lengths.tolist() == [0, 0]
+        with pytest.raises(ValueError, match="new_lengths must be None without a cache"):
+            attention(x, new_lengths=torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match="max_length must be an int of at least 0, but is -1"):
+        KVCache(1, 1, -1, 4)
+    with pytest.raises(ValueError, match="head_dim must be even with rotary_base, not 3"):
+        mha_ext.MultiHeadAttention(6, 2, rotary_base=10000.0)
+    with pytest.raises(ValueError, match="rotary_base must be positive, not 0"):
+        mha_ext.MultiHeadAttention(8, 2, rotary_base=0)
+    with pytest.raises(TypeError, match="rotary_base must be a float or None, not bool True"):
+        mha_ext.MultiHeadAttention(8, 2, rotary_base=True)
+    with pytest.raises(ValueError, match="head_dim must be even for rotary embedding, but is 3"):
+        mha_ext.rotate(torch.rand(1, 1, 2, 3), torch.arange(2))
+
+
+def by_complex_numbers(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    half = x.shape[-1] // 2
+    pairs = torch.complex(x[..., :half], x[..., half:])
+    frequency = base ** (-torch.arange(half, dtype=DOUBLE) / half)
+    turned = pairs * torch.exp(1j * positions[..., None] * frequency)
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def test_rotate() -> None:
+    x = torch.randn(2, 3, 5, 8, dtype=DOUBLE, requires_grad=True)
+    positions = torch.tensor([0, 1, 2, 70, 1000])
+    assert_close(mha_ext.rotate(x, positions, 500.0), by_complex_numbers(x, positions, 500.0))
+    each = torch.stack([positions, positions + 3])
+    assert_close(mha_ext.rotate(x, each)[1], by_complex_numbers(x[1], each[1], 10000.0))
+    assert torch.autograd.gradcheck(lambda x: mha_ext.rotate(x, positions), x)
+    half = mha_ext.rotate(x.bfloat16(), positions)
+    assert half.dtype == torch.bfloat16
+    assert_close(half.to(DOUBLE), mha_ext.rotate(x, positions), atol=4e-2, rtol=0)
+
+
+def test_rotary_scores_depend_on_the_distance_alone() -> None:
+    attention = layer(rotary_base=100.0)
+    x = torch.randn(2, 6, 24, dtype=DOUBLE)
+    assert_close(attention(x), attention(x, positions=torch.arange(6) + 40))
+    assert "rotary_base=100.0" in repr(attention)
+
+
+def test_rotary_is_that_of_llama() -> None:
+    modeling = pytest.importorskip(
+        "transformers.models.llama.modeling_llama", reason="pip install transformers"
+    )
+    q, k = torch.randn(2, 4, 6, 16), torch.randn(2, 2, 6, 16)
+    positions = torch.arange(6)
+    angles = positions[:, None] * 10000.0 ** (-torch.arange(8) / 8)
+    cos, sin = (torch.cat([f(angles)] * 2, -1)[None] for f in (torch.cos, torch.sin))
+    expected = modeling.apply_rotary_pos_emb(q, k, cos, sin)
+    assert_close(mha_ext.rotate(q, positions), expected[0], atol=1e-5, rtol=1e-5)
+    assert_close(mha_ext.rotate(k, positions), expected[1], atol=1e-5, rtol=1e-5)
