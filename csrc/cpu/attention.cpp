@@ -87,8 +87,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   const bool in_place = a.key.row == a.head_dim && a.value.row == a.value_dim &&
                         (a.dtype == DType::kFloat32 || a.dtype == DType::kFloat64);
   const int64_t blocks = count * a.batch * a.heads * query_blocks(a);
-  const int64_t together =
-      std::clamp<int64_t>(blocks / (4 * at::get_num_threads()), 1, in_place || ranges > 1 ? 1 : kernels.group);
+  const int64_t together = std::clamp<int64_t>(blocks / (4 * at::get_num_threads()), 1,
+                                               in_place || ranges > 1 ? 1 : kernels.group);
   const int64_t parts = ceil_div(query_blocks(a), together);
   const int64_t jobs = a.batch * a.heads * parts;
   const auto place = [&](int64_t index, const auto& run) {
