@@ -345,6 +345,16 @@ STEADY = {
         empty_rows="uniform",
     ),
     "one head, cut keys": Problem(batch=3, heads=1, queries=40, keys=1300, dropout_p=0.1),
+    "many heads, cut keys": Problem(batch=3, heads=8, queries=70, keys=1100, head_dim=8),
+    "one tile": Problem(
+        batch=9,
+        heads=6,
+        head_dim=50,
+        mask="b1qk",
+        bias="bhqk",
+        dropout_p=0.2,
+        empty_rows="uniform",
+    ),
     "broadcast bias": Problem(batch=5, heads=3, queries=70, keys=130, bias="k"),
 }
 steady = pytest.mark.parametrize("problem", STEADY.values(), ids=list(STEADY))
