@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -164,20 +164,11 @@ def attention_with_lse(
             "seed must be an int64 tensor of shape [2] on query's device, "
             f"not {_describe(seed)}; pass torch.tensor([seed, 0], device=query.device)"
         )
+    options = _options(corner, left, right, _is_uniform(empty_rows))
+    if dropout_p:
+        options["dropout_p"] = dropout_p
     out, lse, lse_low = _forward(
-        query,
-        key,
-        value,
-        mask,
-        bias,
-        key_lengths,
-        seed,
-        corner=corner,
-        window_left=left,
-        window_right=right,
-        dropout_p=dropout_p,
-        scale=_scale(query, scale),
-        uniform_empty_rows=_is_uniform(empty_rows),
+        query, key, value, mask, bias, key_lengths, seed, scale=_scale(query, scale), **options
     )
     return out, lse, lse_low
 
@@ -248,6 +239,7 @@ def weights_from_lse(
 ) -> Tensor:
     """`attention_weights` for whoever has the results of `attention_with_lse`: one pass over the keys less."""
     corner, left, right = _diagonal(query, key, key_lengths, causal, window)
+    options = _options(corner, left, right, _is_uniform(empty_rows))
     weights: Tensor = _weights(
         query,
         key,
@@ -256,13 +248,10 @@ def weights_from_lse(
         mask,
         bias,
         key_lengths,
-        corner=corner,
-        window_left=left,
-        window_right=right,
         scale=_scale(query, scale),
-        uniform_empty_rows=_is_uniform(empty_rows),
         heads=heads,
         rows=rows,
+        **options,
     )
     return weights
 
@@ -373,6 +362,22 @@ def _diagonal(
             f'not Lq = {queries} and Lk = {keys}: pass causal="upper_left" or "lower_right" with it'
         )
     return None, left, right
+
+
+def _options(
+    corner: str | None, left: int | None, right: int | None, uniform_empty_rows: bool
+) -> dict[str, Any]:
+    """Those that are not the operators' own defaults: each that is passed costs time, even as None."""
+    options: dict[str, Any] = {}
+    if corner is not None:
+        options["corner"] = corner
+    if left is not None:
+        options["window_left"] = left
+    if right is not None:
+        options["window_right"] = right
+    if uniform_empty_rows:
+        options["uniform_empty_rows"] = True
+    return options
 
 
 def _scale(query: Tensor, scale: float | None) -> float:
