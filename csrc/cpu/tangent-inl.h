@@ -235,9 +235,9 @@ void finish_tangent(const Attention& a, const AttentionTangent& t, int64_t b, in
   transpose_out<X>(q.out, q.high, q.rows, a.value_dim, row_of<K>(t.out, b, h, q.q0), t.out.row);
 }
 
-// What is summed is P o S' and not P o (S' - mu), since mu is known at the end only. Both terms of
-// the difference then carry the rounding error of S' itself, no more.
-// O' and lse' of queries [q0, q0 + rows), up to kGroup blocks.
+// O' and lse' of queries [q0, q0 + rows), up to kGroup blocks. mu is known at the end only, so what
+// is summed is P o S', not P o (S' - mu): both terms of the difference carry the rounding error of
+// S' itself, no more.
 template <class K>
 void forward_tangent(const Attention& a, const AttentionTangent& t, int64_t b, int64_t h,
                      int64_t q0, int64_t rows, void* scratch) {
