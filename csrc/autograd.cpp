@@ -1,10 +1,10 @@
-// The Autograd key: first derivatives in reverse mode, the way PyTorch's generated code does it (a
-// Node for each differentiable operator, which calls the next operator through the dispatcher). So
-// every transform that understands PyTorch's own operators understands these.
+// The Autograd key: derivatives of every order, in reverse and in forward mode, the way PyTorch's
+// generated code does it (a Node for each operator, which calls the next operator through the
+// dispatcher; a tangent set on each result). So every transform that understands PyTorch's own
+// operators understands these. docs/derivatives.md has the formulas.
 #include <ATen/core/stack.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -15,11 +15,13 @@
 #include <string>
 #include <vector>
 
+#include "composite.h"
 #include "ops.h"
 
 namespace mha_ext {
 namespace {
 
+using composite::Direction;
 using torch::autograd::collect_next_edges;
 using torch::autograd::compute_requires_grad;
 using torch::autograd::Node;
@@ -42,59 +44,122 @@ std::shared_ptr<N> make_node(Args&&... args) {
 }
 #endif
 
-constexpr const char* kNoSecondDerivative =
-    "mha_ext: the second derivative of attention is not available in this version; use "
-    "mha_ext.reference.attention, which is differentiable to any order";
-
-bool has_tangent(const Tensor& tensor) {
-  return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
+// A zero is an undefined Tensor here, None for an operator.
+OptionalTensor or_none(const Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
-bool has_tangent(const OptionalTensor& tensor) { return tensor && has_tangent(*tensor); }
-
-// An operator that ignored a tangent would give a derivative of zero, silently.
+Tensor or_zero(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
 template <class... Tensors>
-void refuse_tangents(const Tensors&... tensors) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !(has_tangent(tensors) || ...),
-      "mha_ext: forward-mode derivatives of attention are not available in this version; use "
-      "mha_ext.reference.attention, which is differentiable in every mode");
+bool any(const Tensors&... tensors) {
+  return (tensors.defined() || ...);
+}
+bool moves_inputs(const Direction& d) { return any(d.query, d.key, d.value, d.bias); }
+
+Tensor plus(const Tensor& x, const Tensor& y) {
+  return !x.defined() ? y : !y.defined() ? x : x.add(y);
 }
 
-// Backward operators: their results depend on these tensors, and to differentiate them again must
-// raise.
-template <class Results, class... Tensors>
-void refuse_second_derivative(const Results& results, const Tensors&... tensors) {
-  if (!compute_requires_grad(tensors...)) return;
-  const auto node =
-      make_node<torch::autograd::Error>(kNoSecondDerivative, collect_next_edges(tensors...));
-  std::apply([&](const auto&... result) { (set_history(result, node), ...); }, results);
+// Forward mode: a dual tensor is a primal and its tangent, which is undefined where there is none.
+Tensor tangent(const Tensor& tensor) {
+  return tensor.defined() ? Tensor(tensor._fw_grad(/*level=*/0)) : Tensor();
+}
+Tensor tangent(const OptionalTensor& tensor) { return tangent(or_zero(tensor)); }
+Tensor primal(const Tensor& tensor) {
+  return tangent(tensor).defined() ? tensor._fw_primal(/*level=*/0) : tensor;
+}
+OptionalTensor primal(const OptionalTensor& tensor) { return or_none(primal(or_zero(tensor))); }
+void set_tangent(const Tensor& result, const Tensor& tangent) {
+  if (tangent.defined()) result._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
 }
 
-// What a backward operator takes after the incoming gradients, in the order of its schema.
+// What a Node keeps, as compiled autograd passes it: options, which gradients are wanted, tensors.
 using Arguments = std::vector<c10::IValue>;
+enum Argument {
+  kCorner,
+  kWindowLeft,
+  kWindowRight,
+  kDropout,
+  kScale,
+  kUniform,
+  kOrigin,
+  kHeads,
+  kRows,
+  kWanted,
+  kTensors
+};
+// The tensors that every Node begins with. In those of the weights kOut is the weights.
+enum Saved { kQuery, kKey, kValue, kMask, kBias, kKeyLengths, kSeed, kOut, kLse, kLseLow, kShared };
 
-c10::IValue argument(const SavedVariable& saved) {
-  const Tensor tensor = saved.unpack();
-  return tensor.defined() ? c10::IValue(tensor) : c10::IValue();
+Tensor kept(const Arguments& arguments, int i) {
+  const c10::IValue& value = arguments[kTensors + i];
+  return value.isNone() ? Tensor() : value.toTensor();
 }
 
-std::optional<std::string> text(OptionalString view) {
-  return view ? std::optional<std::string>(*view) : std::nullopt;
+template <size_t count>
+std::array<bool, count> wanted(const Arguments& arguments, size_t first = 0) {
+  const c10::List<bool> list = arguments[kWanted].toBoolList();
+  std::array<bool, count> found;
+  for (size_t i = 0; i < count; i++) found[i] = list[first + i];
+  return found;
+}
+
+// Of a backward operator's results those that were wanted; the others are empty tensors there.
+template <size_t count, class... Tensors>
+std::array<Tensor, count> pick(const std::array<bool, count>& wanted,
+                               const std::tuple<Tensors...>& results) {
+  std::array<Tensor, count> found = std::apply(
+      [](const auto&... result) { return std::array<Tensor, count>{result...}; }, results);
+  for (size_t i = 0; i < count; i++)
+    if (!wanted[i]) found[i] = Tensor();
+  return found;
 }
 
 // The options that outlive the call.
 struct KeptOptions {
+  using Indices = std::optional<std::vector<int64_t>>;
   std::optional<std::string> corner;
   OptionalSymInt window_left, window_right;
-  std::optional<double> dropout_p;  // attention_weights has none
-  double scale;
-  bool uniform_empty_rows;
+  double dropout_p = 0.0, scale = 1.0;
+  bool uniform_empty_rows = false;
   std::vector<c10::SymInt> origin;
+  Indices heads, rows;
 
+  KeptOptions(OptionalString corner, OptionalSymInt window_left, OptionalSymInt window_right,
+              double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin,
+              at::OptionalIntArrayRef heads = std::nullopt,
+              at::OptionalIntArrayRef rows = std::nullopt)
+      : corner(corner ? std::optional<std::string>(*corner) : std::nullopt),
+        window_left(std::move(window_left)),
+        window_right(std::move(window_right)),
+        dropout_p(dropout_p),
+        scale(scale),
+        uniform_empty_rows(uniform_empty_rows),
+        origin(origin.vec()),
+        heads(heads ? Indices(heads->vec()) : std::nullopt),
+        rows(rows ? Indices(rows->vec()) : std::nullopt) {}
+
+  explicit KeptOptions(const Arguments& a)
+      : corner(a[kCorner].toOptional<std::string>()),
+        dropout_p(a[kDropout].toDouble()),
+        scale(a[kScale].toDouble()),
+        uniform_empty_rows(a[kUniform].toBool()) {
+    if (!a[kWindowLeft].isNone()) window_left = a[kWindowLeft].toSymInt();
+    if (!a[kWindowRight].isNone()) window_right = a[kWindowRight].toSymInt();
+    for (const c10::IValue& position : a[kOrigin].toListRef())
+      origin.push_back(position.toSymInt());
+    if (!a[kHeads].isNone()) heads = a[kHeads].toIntVector();
+    if (!a[kRows].isNone()) rows = a[kRows].toIntVector();
+  }
   void append_to(Arguments& arguments) const {
-    arguments.insert(arguments.end(), {corner, window_left, window_right});
-    if (dropout_p) arguments.emplace_back(*dropout_p);
-    arguments.insert(arguments.end(), {scale, uniform_empty_rows, origin});
+    arguments.insert(arguments.end(), {corner, window_left, window_right, dropout_p, scale,
+                                       uniform_empty_rows, origin, heads, rows});
+  }
+  OptionalString corner_view() const { return corner ? OptionalString(*corner) : std::nullopt; }
+  at::OptionalIntArrayRef heads_view() const {
+    return heads ? at::OptionalIntArrayRef(*heads) : std::nullopt;
+  }
+  at::OptionalIntArrayRef rows_view() const {
+    return rows ? at::OptionalIntArrayRef(*rows) : std::nullopt;
   }
   void collect(CompiledNodeArgs& args) const {
     args.collect(corner);
@@ -104,6 +169,8 @@ struct KeptOptions {
     args.collect(scale);
     args.collect(uniform_empty_rows);
     args.collect(origin);
+    args.collect(heads);
+    args.collect(rows);
   }
   // visit(options) for what compiled autograd may replace by symbols, in the order of collect.
   template <class Visit>
@@ -114,42 +181,175 @@ struct KeptOptions {
   }
 };
 
-// A Node of `inputs` differentiable inputs that keeps `count` tensors, the last `outputs` of them
-// its own differentiable results. Derived has arguments() and run(grads, arguments), a pure
-// function that compiled autograd puts into its graph.
-template <class Derived, int inputs, int count, int outputs>
+// One problem, and the operators on it. Gradients that are not wanted are undefined.
+struct Call {
+  KeptOptions options;
+  Tensor query, key, value;
+  OptionalTensor mask, bias, key_lengths, seed;
+  Tensor out, lse;  // caches, as lse_low: no derivative flows through them
+  OptionalTensor lse_low;
+
+  Call(KeptOptions options, const Tensor& query, const Tensor& key, const Tensor& value,
+       const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_lengths,
+       const OptionalTensor& seed, const Tensor& out, const Tensor& lse,
+       const OptionalTensor& lse_low)
+      : options(std::move(options)),
+        query(primal(query)),
+        key(primal(key)),
+        value(primal(value)),
+        mask(mask),
+        bias(primal(bias)),
+        key_lengths(key_lengths),
+        seed(seed),
+        out(primal(out)),
+        lse(primal(lse)),
+        lse_low(primal(lse_low)) {}
+  explicit Call(const Arguments& a)
+      : options(a),
+        query(kept(a, kQuery)),
+        key(kept(a, kKey)),
+        value(kept(a, kValue)),
+        mask(or_none(kept(a, kMask))),
+        bias(or_none(kept(a, kBias))),
+        key_lengths(or_none(kept(a, kKeyLengths))),
+        seed(or_none(kept(a, kSeed))),
+        out(kept(a, kOut)),
+        lse(kept(a, kLse)),
+        lse_low(or_none(kept(a, kLseLow))) {}
+
+  composite::Inputs inputs() const {
+    return {query,
+            key,
+            value,
+            mask,
+            bias,
+            key_lengths,
+            seed,
+            {options.corner_view(), options.window_left, options.window_right, options.dropout_p,
+             options.scale, options.uniform_empty_rows, options.origin}};
+  }
+  composite::Weights selected(const Tensor& weights) const {
+    return {weights, options.heads_view(), options.rows_view()};
+  }
+
+  std::array<Tensor, 4> backward(const Tensor& grad_out, const Tensor& grad_lse,
+                                 const std::array<bool, 4>& wanted) const {
+    if (!any(grad_out, grad_lse) || !has(wanted)) return {};
+    const KeptOptions& o = options;
+    return pick(wanted, ops::backward().call(
+                            grad_out.defined() ? grad_out : at::zeros_like(out), or_none(grad_lse),
+                            query, key, value, out, lse, lse_low, mask, bias, key_lengths, seed,
+                            o.corner_view(), o.window_left, o.window_right, o.dropout_p, o.scale,
+                            o.uniform_empty_rows, o.origin, wanted));
+  }
+
+  // The derivatives of (out, lse) along d.
+  std::array<Tensor, 2> forward_tangent(const Direction& d) const {
+    if (!moves_inputs(d)) return {};
+    const KeptOptions& o = options;
+    auto [out_tangent, lse_tangent] = ops::forward_tangent().call(
+        query, key, value, out, lse, lse_low, or_none(d.query), or_none(d.key), or_none(d.value),
+        or_none(d.bias), mask, bias, key_lengths, seed, o.corner_view(), o.window_left,
+        o.window_right, o.dropout_p, o.scale, o.uniform_empty_rows, o.origin);
+    return {std::move(out_tangent), std::move(lse_tangent)};
+  }
+
+  // The derivatives of the gradients along d; `forward` is forward_tangent(d).
+  std::array<Tensor, 4> backward_tangent(const Tensor& grad_out, const Tensor& grad_lse,
+                                         const Direction& d, const std::array<Tensor, 2>& forward,
+                                         const std::array<bool, 4>& wanted) const {
+    // backward is linear in grad_out and grad_lse
+    if (!moves_inputs(d) || !any(grad_out, grad_lse))
+      return backward(d.grad_out, d.grad_lse, wanted);
+    if (!has(wanted)) return {};
+    const KeptOptions& o = options;
+    return pick(wanted, ops::backward_tangent().call(
+                            grad_out.defined() ? grad_out : at::zeros_like(out), or_none(grad_lse),
+                            query, key, value, out, lse, lse_low, or_none(forward[0]),
+                            or_none(forward[1]), or_none(d.query), or_none(d.key), or_none(d.value),
+                            or_none(d.bias), or_none(d.grad_out), or_none(d.grad_lse), mask, bias,
+                            key_lengths, seed, o.corner_view(), o.window_left, o.window_right,
+                            o.dropout_p, o.scale, o.uniform_empty_rows, o.origin, wanted));
+  }
+
+  // The second derivatives of (out, lse), and of the gradients.
+  std::array<Tensor, 2> forward_second(const Direction& a, const Direction& b) const {
+    if (!moves_inputs(a) || !moves_inputs(b)) return {};
+    auto [out_second, lse_second] = composite::forward_second(inputs(), a, b);
+    return {std::move(out_second), std::move(lse_second)};
+  }
+  std::array<Tensor, 4> backward_second(const Tensor& grad_out, const Tensor& grad_lse,
+                                        const Direction& a, const Direction& b,
+                                        const std::array<bool, 4>& wanted) const {
+    if (!has(wanted)) return {};
+    return composite::backward_second(inputs(), grad_out, grad_lse, a, b, wanted);
+  }
+
+  // The weights, as a function that has derivatives itself.
+  composite::Weights weights() const {
+    const KeptOptions& o = options;
+    return selected(ops::weights().call(
+        query, key, or_none(lse), lse_low, mask, bias, key_lengths, o.corner_view(), o.window_left,
+        o.window_right, o.scale, o.uniform_empty_rows, o.origin, o.heads_view(), o.rows_view()));
+  }
+  std::array<Tensor, 3> weights_backward(const Tensor& grad_weights, const Tensor& weights,
+                                         const std::array<bool, 3>& wanted) const {
+    if (!grad_weights.defined() || !has(wanted)) return {};
+    const KeptOptions& o = options;
+    return pick(wanted, ops::weights_backward().call(
+                            grad_weights, weights, query, key, or_none(lse), lse_low, mask, bias,
+                            key_lengths, o.corner_view(), o.window_left, o.window_right, o.scale,
+                            o.uniform_empty_rows, o.origin, o.heads_view(), o.rows_view(), wanted));
+  }
+
+ private:
+  template <size_t count>
+  static bool has(const std::array<bool, count>& wanted) {
+    return std::find(wanted.begin(), wanted.end(), true) != wanted.end();
+  }
+};
+
+// A Node of `inputs` differentiable inputs that keeps `count` tensors; bit i of `outputs` says that
+// tensor i is one of its own results. Derived has run(grads, arguments), a pure function that
+// compiled autograd puts into its graph.
+template <class Derived, int inputs, int count, unsigned outputs>
 struct AttentionNode : Node {
   SavedVariable saved[count];
   KeptOptions options;
 
   explicit AttentionNode(KeptOptions options) : options(std::move(options)) {}
 
+  // After the results have their histories and tangents.
   template <class... Tensors>
   void save(const Tensors&... tensors) {
     static_assert(sizeof...(tensors) == count);
     int i = 0;
     ((saved[i] = SavedVariable(tensors, is_output(i)), i++), ...);
   }
-  static bool is_output(int i) { return i >= count - outputs; }
-  c10::IValue result(int i) { return saved[i].unpack(this->getptr()); }
+  static bool is_output(int i) { return outputs >> i & 1; }
 
-  c10::List<bool> wanted() {
+  Arguments arguments() {
+    Arguments list;
+    list.reserve(kTensors + count);
+    options.append_to(list);
     c10::List<bool> wanted;
     for (size_t i = 0; i < inputs; i++) wanted.push_back(this->task_should_compute_output(i));
-    return wanted;
-  }
-  // The gradients that were wanted, from the results on the stack.
-  static variable_list gradients(torch::jit::Stack&& results, const c10::IValue& wanted) {
-    variable_list found(inputs);
-    const c10::List<bool> mask = wanted.toBoolList();
-    for (size_t i = 0; i < inputs; i++)
-      if (mask[i]) found[i] = std::move(results[i]).toTensor();
-    return found;
+    list.emplace_back(std::move(wanted));
+    for (int i = 0; i < count; i++) {
+      const Tensor tensor = is_output(i) ? saved[i].unpack(this->getptr()) : saved[i].unpack();
+      list.push_back(tensor.defined() ? c10::IValue(tensor) : c10::IValue());
+    }
+    return list;
   }
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    return Derived::run(grads, static_cast<Derived*>(this)->arguments());
+    return run(grads, arguments());
+  }
+  static variable_list run(const variable_list& grads, const Arguments& arguments) {
+    for (const Tensor& grad : grads)
+      if (grad.defined()) return Derived::gradients(grads, Call(arguments), arguments);
+    return variable_list(inputs);
   }
   void release_variables() override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -162,7 +362,7 @@ struct AttentionNode : Node {
   variable_list apply_with_saved(const variable_list& grads, SwapSavedVariables& swap) override {
     for (SavedVariable& variable : saved) swap.before(variable);
     options.visit_symbols([&](auto& value) { swap.before(value); });
-    const Arguments arguments = static_cast<Derived*>(this)->arguments();
+    const Arguments arguments = this->arguments();
     for (SavedVariable& variable : saved) swap.after(variable);
     options.visit_symbols([&](auto& value) { swap.after(value); });
 
@@ -173,7 +373,7 @@ struct AttentionNode : Node {
       types.push_back(argument.isTensor() ? c10::TensorType::get() : argument.type());
     const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
     const std::string function =
-        compiler->bind_function(swap.get_py_compiler(), this->name(), &Derived::run, types,
+        compiler->bind_function(swap.get_py_compiler(), this->name(), &AttentionNode::run, types,
                                 /*is_custom_function=*/true, /*is_traceable=*/true);
     const auto metadata = torch::dynamo::autograd::get_input_metadata(this->next_edges());
     using Metadata = std::decay_t<decltype(metadata)>;
@@ -183,82 +383,130 @@ struct AttentionNode : Node {
   }
 };
 
-// Edges: query, key, value, bias.
-struct AttentionBackward final : AttentionNode<AttentionBackward, 4, 10, 2> {
-  enum Saved { kQuery, kKey, kValue, kMask, kBias, kKeyLengths, kSeed, kLseLow, kOut, kLse };
-  using AttentionNode::AttentionNode;
+template <class... Arrays>
+variable_list joined(const Arrays&... arrays) {
+  variable_list list;
+  (list.insert(list.end(), arrays.begin(), arrays.end()), ...);
+  return list;
+}
 
+// Edges: query, key, value, bias.
+struct AttentionBackward final
+    : AttentionNode<AttentionBackward, 4, kShared, 1u << kOut | 1u << kLse> {
+  using AttentionNode::AttentionNode;
   std::string name() const override { return "AttentionBackward"; }
 
-  Arguments arguments() {
-    Arguments list{argument(saved[kQuery]),
-                   argument(saved[kKey]),
-                   argument(saved[kValue]),
-                   result(kOut),
-                   result(kLse),
-                   argument(saved[kLseLow]),
-                   argument(saved[kMask]),
-                   argument(saved[kBias]),
-                   argument(saved[kKeyLengths]),
-                   argument(saved[kSeed])};
-    options.append_to(list);
-    list.emplace_back(wanted());
-    return list;
+  static variable_list gradients(const variable_list& grads, const Call& call,
+                                 const Arguments& arguments) {
+    return joined(call.backward(grads[0], grads[1], wanted<4>(arguments)));
   }
+};
 
-  // A result that was not used has an undefined gradient.
-  static variable_list run(const variable_list& grads, const Arguments& arguments) {
-    const Tensor &grad_out = grads[0], &grad_lse = grads[1];
-    if (!grad_out.defined() && !grad_lse.defined()) return variable_list(4);
-    torch::jit::Stack stack;
-    stack.reserve(2 + arguments.size());
-    stack.emplace_back(grad_out.defined() ? grad_out : at::zeros_like(arguments[3].toTensor()));
-    stack.emplace_back(grad_lse.defined() ? c10::IValue(grad_lse) : c10::IValue());
-    stack.insert(stack.end(), arguments.begin(), arguments.end());
-    ops::backward().callBoxed(stack);
-    return gradients(std::move(stack), arguments.back());
+// Edges: grad_out, grad_lse, query, key, value, bias. With cotangents c of the gradients, that is
+// the derivative along c of forward, and (a Hessian is symmetric) of backward.
+struct AttentionBackwardBackward final
+    : AttentionNode<AttentionBackwardBackward, 6, kShared + 2, 0> {
+  enum { kGradOut = kShared, kGradLse };
+  using AttentionNode::AttentionNode;
+  std::string name() const override { return "AttentionBackwardBackward"; }
+
+  static variable_list gradients(const variable_list& grads, const Call& call,
+                                 const Arguments& arguments) {
+    const Direction c{grads[0], grads[1], grads[2], grads[3], {}, {}};
+    const auto forward = call.forward_tangent(c);
+    return joined(forward,
+                  call.backward_tangent(kept(arguments, kGradOut), kept(arguments, kGradLse), c,
+                                        forward, wanted<4>(arguments, 2)));
+  }
+};
+
+// Edges: query, key, value, bias, and their tangents. forward_tangent is linear in the tangents.
+struct AttentionForwardTangentBackward final
+    : AttentionNode<AttentionForwardTangentBackward, 8, kShared + 6, 3u << (kShared + 4)> {
+  enum { kTangents = kShared, kOutTangent = kShared + 4, kLseTangent };
+  using AttentionNode::AttentionNode;
+  std::string name() const override { return "AttentionForwardTangentBackward"; }
+
+  static variable_list gradients(const variable_list& grads, const Call& call, const Arguments& a) {
+    const Direction d{kept(a, kTangents),
+                      kept(a, kTangents + 1),
+                      kept(a, kTangents + 2),
+                      kept(a, kTangents + 3),
+                      {},
+                      {}};
+    const std::array<Tensor, 2> forward{kept(a, kOutTangent), kept(a, kLseTangent)};
+    return joined(call.backward_tangent(grads[0], grads[1], d, forward, wanted<4>(a)),
+                  call.backward(grads[0], grads[1], wanted<4>(a, 4)));
+  }
+};
+
+// Edges: grad_out, grad_lse, query, key, value, bias, and the tangents of query, key, value, bias,
+// grad_out, grad_lse. Where the inputs move twice, it takes second derivatives.
+struct AttentionBackwardTangentBackward final
+    : AttentionNode<AttentionBackwardTangentBackward, 12, kShared + 8, 0> {
+  enum { kGradOut = kShared, kGradLse, kTangents };
+  using AttentionNode::AttentionNode;
+  std::string name() const override { return "AttentionBackwardTangentBackward"; }
+
+  static variable_list gradients(const variable_list& grads, const Call& call, const Arguments& a) {
+    const Tensor grad_out = kept(a, kGradOut), grad_lse = kept(a, kGradLse);
+    const Direction d{kept(a, kTangents),     kept(a, kTangents + 1), kept(a, kTangents + 2),
+                      kept(a, kTangents + 3), kept(a, kTangents + 4), kept(a, kTangents + 5)};
+    const Direction c{grads[0], grads[1], grads[2], grads[3], {}, {}};
+    const auto wants = wanted<2>(a);
+    const auto forward = call.forward_tangent(c);
+    return joined(wants[0] || wants[1] ? call.forward_second(d, c) : std::array<Tensor, 2>{},
+                  call.backward_second(grad_out, grad_lse, d, c, wanted<4>(a, 2)),
+                  call.backward_tangent(grad_out, grad_lse, c, forward, wanted<4>(a, 6)), forward);
   }
 };
 
 // Edges: query, key, bias.
-struct AttentionWeightsBackward final : AttentionNode<AttentionWeightsBackward, 3, 8, 1> {
-  enum Saved { kQuery, kKey, kLse, kLseLow, kMask, kBias, kKeyLengths, kWeights };
-  using Indices = std::optional<std::vector<int64_t>>;
-  Indices heads, rows;
-
-  AttentionWeightsBackward(KeptOptions options, at::OptionalIntArrayRef heads,
-                           at::OptionalIntArrayRef rows)
-      : AttentionNode(std::move(options)),
-        heads(heads ? Indices(heads->vec()) : std::nullopt),
-        rows(rows ? Indices(rows->vec()) : std::nullopt) {}
-
+struct AttentionWeightsBackward final
+    : AttentionNode<AttentionWeightsBackward, 3, kShared, 1u << kOut> {
+  using AttentionNode::AttentionNode;
   std::string name() const override { return "AttentionWeightsBackward"; }
 
-  void compiled_args(CompiledNodeArgs& args) const override {
-    AttentionNode::compiled_args(args);
-    args.collect(heads);
-    args.collect(rows);
-  }
-
-  Arguments arguments() {
-    Arguments list{result(kWeights),       argument(saved[kQuery]),     argument(saved[kKey]),
-                   argument(saved[kLse]),  argument(saved[kLseLow]),    argument(saved[kMask]),
-                   argument(saved[kBias]), argument(saved[kKeyLengths])};
-    options.append_to(list);
-    list.insert(list.end(), {heads, rows, wanted()});
-    return list;
-  }
-
-  static variable_list run(const variable_list& grads, const Arguments& arguments) {
-    if (!grads[0].defined()) return variable_list(3);
-    torch::jit::Stack stack;
-    stack.reserve(1 + arguments.size());
-    stack.emplace_back(grads[0]);
-    stack.insert(stack.end(), arguments.begin(), arguments.end());
-    ops::weights_backward().callBoxed(stack);
-    return gradients(std::move(stack), arguments.back());
+  static variable_list gradients(const variable_list& grads, const Call& call,
+                                 const Arguments& arguments) {
+    return joined(call.weights_backward(grads[0], call.out, wanted<3>(arguments)));
   }
 };
+
+// Edges: grad_weights, query, key, bias.
+struct AttentionWeightsBackwardBackward final
+    : AttentionNode<AttentionWeightsBackwardBackward, 4, kShared + 1, 0> {
+  using AttentionNode::AttentionNode;
+  std::string name() const override { return "AttentionWeightsBackwardBackward"; }
+
+  static variable_list gradients(const variable_list& grads, const Call& call, const Arguments& a) {
+    const Direction c{grads[0], grads[1], {}, grads[2], {}, {}};
+    const composite::Inputs inputs = call.inputs();
+    const composite::Weights weights = call.weights();
+    const Tensor along =
+        wanted<1>(a)[0] ? composite::weights_tangent(inputs, weights, c) : Tensor();
+    return joined(std::array<Tensor, 1>{along},
+                  composite::weights_backward_tangent(inputs, weights, kept(a, kShared), c, {},
+                                                      wanted<3>(a, 1)));
+  }
+};
+
+// The Node of an operator on `inputs`, one of which requires a gradient. Undefined results were not
+// asked for.
+template <class N, class Results, class... Inputs>
+auto add_node(const KeptOptions& options, const Results& results, const Inputs&... inputs) {
+  auto node = make_node<N>(options);
+  node->set_next_edges(collect_next_edges(inputs...));
+  for (const Tensor& result : results)
+    if (result.defined())
+      set_history(result, node);
+    else
+      node->add_input_metadata(Node::undefined_input());
+  return node;
+}
+
+template <class N>
+using Pointer = decltype(make_node<N>(std::declval<KeptOptions>()));
 
 // lse_low is a cache that has no derivative.
 std::tuple<Tensor, Tensor, Tensor> forward(c10::DispatchKeySet keys, const Tensor& query,
@@ -269,7 +517,6 @@ std::tuple<Tensor, Tensor, Tensor> forward(c10::DispatchKeySet keys, const Tenso
                                            OptionalSymInt window_left, OptionalSymInt window_right,
                                            double dropout_p, double scale, bool uniform_empty_rows,
                                            c10::SymIntArrayRef origin) {
-  refuse_tangents(query, key, value, bias);
   std::tuple<Tensor, Tensor, Tensor> results;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -277,16 +524,23 @@ std::tuple<Tensor, Tensor, Tensor> forward(c10::DispatchKeySet keys, const Tenso
                                         bias, key_lengths, seed, corner, window_left, window_right,
                                         dropout_p, scale, uniform_empty_rows, origin);
   }
-  if (compute_requires_grad(query, key, value, bias)) {
-    const auto node =
-        make_node<AttentionBackward>(KeptOptions{text(corner), window_left, window_right, dropout_p,
-                                                 scale, uniform_empty_rows, origin.vec()});
-    node->set_next_edges(collect_next_edges(query, key, value, bias));
-    const auto& [out, lse, lse_low] = results;
-    set_history(out, node);
-    set_history(lse, node);
-    node->save(query, key, value, mask, bias, key_lengths, seed, lse_low, out, lse);
+  const auto& [out, lse, lse_low] = results;
+  const Direction d{tangent(query), tangent(key), tangent(value), tangent(bias), {}, {}};
+  const bool graph = compute_requires_grad(query, key, value, bias);
+  if (!graph && !moves_inputs(d)) return results;
+
+  const KeptOptions options(corner, window_left, window_right, dropout_p, scale, uniform_empty_rows,
+                            origin);
+  Pointer<AttentionBackward> node;
+  if (graph)
+    node = add_node<AttentionBackward>(options, std::array{out, lse}, query, key, value, bias);
+  if (moves_inputs(d)) {
+    const Call call(options, query, key, value, mask, bias, key_lengths, seed, out, lse, lse_low);
+    const auto tangents = call.forward_tangent(d);
+    set_tangent(out, tangents[0]);
+    set_tangent(lse, tangents[1]);
   }
+  if (node) node->save(query, key, value, mask, bias, key_lengths, seed, out, lse, lse_low);
   return results;
 }
 
@@ -299,7 +553,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     OptionalString corner, OptionalSymInt window_left, OptionalSymInt window_right,
     double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin,
     std::array<bool, 4> output_mask) {
-  refuse_tangents(grad_out, grad_lse, query, key, value, bias);
   std::tuple<Tensor, Tensor, Tensor, Tensor> results;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -308,18 +561,158 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
                                          key_lengths, seed, corner, window_left, window_right,
                                          dropout_p, scale, uniform_empty_rows, origin, output_mask);
   }
-  refuse_second_derivative(results, grad_out, grad_lse, query, key, value, bias);
+  const Direction d{tangent(query), tangent(key),      tangent(value),
+                    tangent(bias),  tangent(grad_out), tangent(grad_lse)};
+  const bool graph = compute_requires_grad(grad_out, grad_lse, query, key, value, bias);
+  const bool dual = moves_inputs(d) || any(d.grad_out, d.grad_lse);
+  if (!graph && !dual) return results;
+
+  const KeptOptions options(corner, window_left, window_right, dropout_p, scale, uniform_empty_rows,
+                            origin);
+  output_mask[3] = output_mask[3] && bias;
+  const auto grads = pick(output_mask, results);
+  Pointer<AttentionBackwardBackward> node;
+  if (graph)
+    node = add_node<AttentionBackwardBackward>(options, grads, grad_out, grad_lse, query, key,
+                                               value, bias);
+  if (dual) {
+    const Call call(options, query, key, value, mask, bias, key_lengths, seed, out, lse, lse_low);
+    std::array<Tensor, 2> forward{tangent(out), tangent(lse)};  // known where out is dual too
+    if (!forward[0].defined() || !forward[1].defined()) forward = call.forward_tangent(d);
+    const auto tangents =
+        call.backward_tangent(primal(grad_out), or_zero(primal(grad_lse)), d, forward, output_mask);
+    for (size_t i = 0; i < 4; i++) set_tangent(grads[i], tangents[i]);
+  }
+  if (node)
+    node->save(query, key, value, mask, bias, key_lengths, seed, out, lse, lse_low, grad_out,
+               grad_lse);
   return results;
 }
 
-// lse and lse_low are caches here: no derivative flows through it.
+std::tuple<Tensor, Tensor> forward_tangent(
+    c10::DispatchKeySet keys, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& lse, const OptionalTensor& lse_low,
+    const OptionalTensor& query_tangent, const OptionalTensor& key_tangent,
+    const OptionalTensor& value_tangent, const OptionalTensor& bias_tangent,
+    const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_lengths,
+    const OptionalTensor& seed, OptionalString corner, OptionalSymInt window_left,
+    OptionalSymInt window_right, double dropout_p, double scale, bool uniform_empty_rows,
+    c10::SymIntArrayRef origin) {
+  std::tuple<Tensor, Tensor> results;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    results = ops::forward_tangent().redispatch(
+        keys & c10::after_autograd_keyset, query, key, value, out, lse, lse_low, query_tangent,
+        key_tangent, value_tangent, bias_tangent, mask, bias, key_lengths, seed, corner,
+        window_left, window_right, dropout_p, scale, uniform_empty_rows, origin);
+  }
+  const auto& [out_tangent, lse_tangent] = results;
+  const Direction b{tangent(query), tangent(key), tangent(value), tangent(bias), {}, {}};
+  const Direction moved{tangent(query_tangent),
+                        tangent(key_tangent),
+                        tangent(value_tangent),
+                        tangent(bias_tangent),
+                        {},
+                        {}};
+  const bool graph = compute_requires_grad(query, key, value, bias, query_tangent, key_tangent,
+                                           value_tangent, bias_tangent);
+  const bool dual = moves_inputs(b) || moves_inputs(moved);
+  if (!graph && !dual) return results;
+
+  const KeptOptions options(corner, window_left, window_right, dropout_p, scale, uniform_empty_rows,
+                            origin);
+  Pointer<AttentionForwardTangentBackward> node;
+  if (graph)
+    node = add_node<AttentionForwardTangentBackward>(options, std::array{out_tangent, lse_tangent},
+                                                     query, key, value, bias, query_tangent,
+                                                     key_tangent, value_tangent, bias_tangent);
+  if (dual) {
+    const Call call(options, query, key, value, mask, bias, key_lengths, seed, out, lse, lse_low);
+    const Direction a{or_zero(primal(query_tangent)),
+                      or_zero(primal(key_tangent)),
+                      or_zero(primal(value_tangent)),
+                      or_zero(primal(bias_tangent)),
+                      {},
+                      {}};
+    const auto second = call.forward_second(a, b), first = call.forward_tangent(moved);
+    set_tangent(out_tangent, plus(second[0], first[0]));
+    set_tangent(lse_tangent, plus(second[1], first[1]));
+  }
+  if (node)
+    node->save(query, key, value, mask, bias, key_lengths, seed, out, lse, lse_low, query_tangent,
+               key_tangent, value_tangent, bias_tangent, out_tangent, lse_tangent);
+  return results;
+}
+
+// out_tangent and lse_tangent are caches too.
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward_tangent(
+    c10::DispatchKeySet keys, const Tensor& grad_out, const OptionalTensor& grad_lse,
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
+    const Tensor& lse, const OptionalTensor& lse_low, const OptionalTensor& out_tangent,
+    const OptionalTensor& lse_tangent, const OptionalTensor& query_tangent,
+    const OptionalTensor& key_tangent, const OptionalTensor& value_tangent,
+    const OptionalTensor& bias_tangent, const OptionalTensor& grad_out_tangent,
+    const OptionalTensor& grad_lse_tangent, const OptionalTensor& mask, const OptionalTensor& bias,
+    const OptionalTensor& key_lengths, const OptionalTensor& seed, OptionalString corner,
+    OptionalSymInt window_left, OptionalSymInt window_right, double dropout_p, double scale,
+    bool uniform_empty_rows, c10::SymIntArrayRef origin, std::array<bool, 4> output_mask) {
+  std::tuple<Tensor, Tensor, Tensor, Tensor> results;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    results = ops::backward_tangent().redispatch(
+        keys & c10::after_autograd_keyset, grad_out, grad_lse, query, key, value, out, lse, lse_low,
+        out_tangent, lse_tangent, query_tangent, key_tangent, value_tangent, bias_tangent,
+        grad_out_tangent, grad_lse_tangent, mask, bias, key_lengths, seed, corner, window_left,
+        window_right, dropout_p, scale, uniform_empty_rows, origin, output_mask);
+  }
+  const Direction b{tangent(query), tangent(key),      tangent(value),
+                    tangent(bias),  tangent(grad_out), tangent(grad_lse)};
+  const Direction moved{tangent(query_tangent),    tangent(key_tangent),
+                        tangent(value_tangent),    tangent(bias_tangent),
+                        tangent(grad_out_tangent), tangent(grad_lse_tangent)};
+  const bool graph =
+      compute_requires_grad(grad_out, grad_lse, query, key, value, bias, query_tangent, key_tangent,
+                            value_tangent, bias_tangent, grad_out_tangent, grad_lse_tangent);
+  const bool moves = moves_inputs(b) || any(b.grad_out, b.grad_lse);
+  const bool turns = moves_inputs(moved) || any(moved.grad_out, moved.grad_lse);
+  if (!graph && !moves && !turns) return results;
+
+  const KeptOptions options(corner, window_left, window_right, dropout_p, scale, uniform_empty_rows,
+                            origin);
+  output_mask[3] = output_mask[3] && bias;
+  const auto grads = pick(output_mask, results);
+  Pointer<AttentionBackwardTangentBackward> node;
+  if (graph)
+    node = add_node<AttentionBackwardTangentBackward>(
+        options, grads, grad_out, grad_lse, query, key, value, bias, query_tangent, key_tangent,
+        value_tangent, bias_tangent, grad_out_tangent, grad_lse_tangent);
+  const Call call(options, query, key, value, mask, bias, key_lengths, seed, out, lse, lse_low);
+  const Tensor grad = primal(grad_out), grad_of_lse = or_zero(primal(grad_lse));
+  std::array<Tensor, 4> second, first;
+  if (moves) {
+    const Direction a{or_zero(primal(query_tangent)),    or_zero(primal(key_tangent)),
+                      or_zero(primal(value_tangent)),    or_zero(primal(bias_tangent)),
+                      or_zero(primal(grad_out_tangent)), or_zero(primal(grad_lse_tangent))};
+    second = call.backward_second(grad, grad_of_lse, a, b, output_mask);
+  }
+  if (turns)
+    first =
+        call.backward_tangent(grad, grad_of_lse, moved, call.forward_tangent(moved), output_mask);
+  for (size_t i = 0; i < 4; i++) set_tangent(grads[i], plus(second[i], first[i]));
+  if (node)
+    node->save(query, key, value, mask, bias, key_lengths, seed, out, lse, lse_low, grad_out,
+               grad_lse, query_tangent, key_tangent, value_tangent, bias_tangent, grad_out_tangent,
+               grad_lse_tangent);
+  return results;
+}
+
+// lse and lse_low are caches here: no derivative flows through them.
 Tensor weights(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key,
                const OptionalTensor& lse, const OptionalTensor& lse_low, const OptionalTensor& mask,
                const OptionalTensor& bias, const OptionalTensor& key_lengths, OptionalString corner,
                OptionalSymInt window_left, OptionalSymInt window_right, double scale,
                bool uniform_empty_rows, c10::SymIntArrayRef origin, at::OptionalIntArrayRef heads,
                at::OptionalIntArrayRef rows) {
-  refuse_tangents(query, key, bias);
   Tensor result;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -327,18 +720,27 @@ Tensor weights(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key,
                                        mask, bias, key_lengths, corner, window_left, window_right,
                                        scale, uniform_empty_rows, origin, heads, rows);
   }
-  if (compute_requires_grad(query, key, bias)) {
-    const auto node = make_node<AttentionWeightsBackward>(
-        KeptOptions{text(corner), window_left, window_right, /*dropout_p=*/std::nullopt, scale,
-                    uniform_empty_rows, origin.vec()},
-        heads, rows);
-    node->set_next_edges(collect_next_edges(query, key, bias));
-    set_history(result, node);
-    node->save(query, key, lse, lse_low, mask, bias, key_lengths, result);
+  const Direction d{tangent(query), tangent(key), {}, tangent(bias), {}, {}};
+  const bool graph = compute_requires_grad(query, key, bias);
+  if (!graph && !moves_inputs(d)) return result;
+
+  const KeptOptions options(corner, window_left, window_right, /*dropout_p=*/0.0, scale,
+                            uniform_empty_rows, origin, heads, rows);
+  Pointer<AttentionWeightsBackward> node;
+  if (graph)
+    node = add_node<AttentionWeightsBackward>(options, std::array{result}, query, key, bias);
+  if (moves_inputs(d)) {
+    const Call call(options, query, key, {}, mask, bias, key_lengths, {}, {}, or_zero(lse),
+                    lse_low);
+    set_tangent(result, composite::weights_tangent(call.inputs(), call.selected(result), d));
   }
+  if (node)
+    node->save(query, key, Tensor(), mask, bias, key_lengths, Tensor(), result, or_zero(lse),
+               lse_low);
   return result;
 }
 
+// weights is a cache too.
 std::tuple<Tensor, Tensor, Tensor> weights_backward(
     c10::DispatchKeySet keys, const Tensor& grad_weights, const Tensor& weights,
     const Tensor& query, const Tensor& key, const OptionalTensor& lse,
@@ -346,7 +748,6 @@ std::tuple<Tensor, Tensor, Tensor> weights_backward(
     const OptionalTensor& key_lengths, OptionalString corner, OptionalSymInt window_left,
     OptionalSymInt window_right, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin,
     at::OptionalIntArrayRef heads, at::OptionalIntArrayRef rows, std::array<bool, 3> output_mask) {
-  refuse_tangents(grad_weights, query, key, bias);
   std::tuple<Tensor, Tensor, Tensor> results;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -355,7 +756,30 @@ std::tuple<Tensor, Tensor, Tensor> weights_backward(
         bias, key_lengths, corner, window_left, window_right, scale, uniform_empty_rows, origin,
         heads, rows, output_mask);
   }
-  refuse_second_derivative(results, grad_weights, query, key, bias);
+  const Direction d{tangent(query), tangent(key), {}, tangent(bias), {}, {}};
+  const Tensor moved = tangent(grad_weights);
+  const bool graph = compute_requires_grad(grad_weights, query, key, bias);
+  const bool dual = moves_inputs(d) || moved.defined();
+  if (!graph && !dual) return results;
+
+  const KeptOptions options(corner, window_left, window_right, /*dropout_p=*/0.0, scale,
+                            uniform_empty_rows, origin, heads, rows);
+  output_mask[2] = output_mask[2] && bias;
+  const auto grads = pick(output_mask, results);
+  Pointer<AttentionWeightsBackwardBackward> node;
+  if (graph)
+    node =
+        add_node<AttentionWeightsBackwardBackward>(options, grads, grad_weights, query, key, bias);
+  if (dual) {
+    const Call call(options, query, key, {}, mask, bias, key_lengths, {}, {}, or_zero(lse),
+                    lse_low);
+    const auto tangents = composite::weights_backward_tangent(
+        call.inputs(), call.weights(), primal(grad_weights), d, moved, output_mask);
+    for (size_t i = 0; i < 3; i++) set_tangent(grads[i], tangents[i]);
+  }
+  if (node)
+    node->save(query, key, Tensor(), mask, bias, key_lengths, Tensor(), Tensor(), or_zero(lse),
+               lse_low, grad_weights);
   return results;
 }
 
@@ -364,6 +788,8 @@ std::tuple<Tensor, Tensor, Tensor> weights_backward(
 TORCH_LIBRARY_IMPL(mha_ext, Autograd, m) {
   m.impl("attention_forward", TORCH_FN(forward));
   m.impl("attention_backward", TORCH_FN(backward));
+  m.impl("attention_forward_tangent", TORCH_FN(forward_tangent));
+  m.impl("attention_backward_tangent", TORCH_FN(backward_tangent));
   m.impl("attention_weights", TORCH_FN(weights));
   m.impl("attention_weights_backward", TORCH_FN(weights_backward));
 }

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <string>
 
+#include "spec/dropout.h"
+
 namespace mha_ext {
 namespace {
 
@@ -298,8 +300,8 @@ Band band(const Options& options) {
 
 Dropout dropout(double p) {
   Dropout dropout;
-  dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(65536.0 * p), 65535.0));
-  if (dropout.threshold) dropout.keep_scale = 65536.0 / (65536.0 - dropout.threshold);
+  dropout.threshold = drop_threshold(p);
+  dropout.keep_scale = keep_scale(dropout.threshold);
   return dropout;
 }
 

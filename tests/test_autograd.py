@@ -1,4 +1,4 @@
-"""First derivatives in reverse mode, under every transform; and a clear refusal of all the others."""
+"""First derivatives in reverse mode. test_derivatives.py has the others, test_transforms.py has vmap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -17,8 +16,6 @@ import mha_ext
 from mha_ext import reference
 
 B, H, LQ, LK, D, DV = 2, 4, 5, 7, 3, 4
-SECOND = "the second derivative of attention is not available"
-FORWARD = "forward-mode derivatives of attention are not available"
 
 forward = torch.ops.mha_ext.attention_forward
 weights = torch.ops.mha_ext.attention_weights
@@ -335,51 +332,11 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*batching rule")
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_functional_transforms(name: str) -> None:
     inputs = [tensor.detach() for tensor in tensors(2)]
     found = TRANSFORMS[name](mha_ext.attention)(*inputs)
     torch.testing.assert_close(found, TRANSFORMS[name](reference.attention)(*inputs))
-
-
-BATCHED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "vmap": lambda f: torch.vmap(f),
-    "vmap, shared key": lambda f: lambda q, k, v: torch.vmap(f, (0, None, 0))(q, k[0], v),
-    "vmap of grad": lambda f: torch.vmap(torch.func.grad(loss_of(f), (0, 1, 2))),
-    "grad of vmap": lambda f: torch.func.grad(
-        lambda *a: torch.vmap(lambda *b: f(*b).sin())(*a).sum(), (0, 1, 2)
-    ),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*batching rule")
-@pytest.mark.parametrize("name", BATCHED)
-def test_vmap_is_right(name: str) -> None:
-    inputs = [torch.stack([t.detach() for t in ts]) for ts in zip(tensors(2), tensors(2))]
-    found = BATCHED[name](mha_ext.attention)(*inputs)
-    torch.testing.assert_close(found, BATCHED[name](reference.attention)(*inputs))
-
-
-@pytest.mark.filterwarnings("ignore:.*batching rule")
-def test_vmap_says_whether_dropout_differs() -> None:
-    inputs = [tensor.detach().expand(6, -1, -1, -1, -1) for tensor in tensors(2)]
-
-    def run(randomness: str) -> Tensor:
-        attention = torch.vmap(
-            lambda *args: mha_ext.attention(*args, dropout_p=0.5), randomness=randomness
-        )
-        found: Tensor = attention(*inputs)
-        return found
-
-    same, different = run("same"), run("different")
-    assert all(torch.equal(same[0], other) for other in same)
-    assert not any(torch.equal(different[0], other) for other in different[1:])
-    with pytest.raises(RuntimeError, match="randomness"):
-        run("error")
-
-
-# What this version refuses: it must raise, never answer zero
 
 
 def test_create_graph_without_second_use() -> None:
@@ -389,73 +346,3 @@ def test_create_graph_without_second_use() -> None:
     found = torch.autograd.grad(loss, inputs, create_graph=True)
     torch.testing.assert_close(found, torch.autograd.grad(loss, inputs))
     assert all(grad.requires_grad for grad in found)
-
-
-@pytest.mark.parametrize("which", range(4))
-def test_second_derivative_raises(which: int) -> None:
-    inputs = [*tensors(2), leaf(LQ, LK)]
-    out = forward(*inputs[:3], None, inputs[3], None, None, scale=0.5)[0]
-    grads = torch.autograd.grad(out.sin().sum(), inputs, create_graph=True)
-    with pytest.raises(RuntimeError, match=SECOND) as error:
-        grads[which].sum().backward()
-    assert "\n" not in str(error.value) and "mha_ext.reference.attention" in str(error.value)
-
-
-@pytest.mark.parametrize("which", range(3))
-def test_second_derivative_of_weights_raises(which: int) -> None:
-    query, key, _ = tensors(2)
-    bias = leaf(LQ, LK)
-    found = weights(query, key, None, None, None, bias, None, scale=0.5)
-    grads = torch.autograd.grad(found.sin().sum(), (query, key, bias), create_graph=True)
-    with pytest.raises(RuntimeError, match=SECOND):
-        grads[which].sum().backward()
-
-
-def test_second_derivative_of_a_direct_backward_raises() -> None:
-    """Even where only the incoming gradient requires one."""
-    query, key, value = (tensor.detach() for tensor in tensors(2))
-    out, *lse = forward(query, key, value, None, None, None, None, scale=0.5)
-    options = {"scale": 0.5, "output_mask": [True] * 4}
-    grads = torch.ops.mha_ext.attention_backward(
-        torch.ones_like(out, requires_grad=True),
-        *(None, query, key, value, out, *lse, None, None, None, None),
-        **options,
-    )
-    with pytest.raises(RuntimeError, match=SECOND):
-        grads[0].sum().backward()
-
-
-def test_functional_second_order_raises() -> None:
-    query, key, value = (tensor.detach() for tensor in tensors(2))
-
-    def loss(query: Tensor) -> Tensor:
-        return mha_ext.attention(query, key, value).sin().sum()
-
-    with pytest.raises(RuntimeError, match=SECOND):
-        torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(query)
-    with pytest.raises(RuntimeError, match=FORWARD):
-        torch.func.hessian(loss)(query)
-    with pytest.raises(RuntimeError, match=FORWARD):
-        torch.func.jvp(loss, (query,), (query,))
-
-
-@pytest.mark.parametrize("which", ["query", "key", "value", "bias"])
-def test_a_tangent_raises(which: str) -> None:
-    names = ("query", "key", "value", "bias")
-    args = dict(zip(names, [*(t.detach() for t in tensors(2)), torch.zeros(LQ, LK)], strict=True))
-    args["bias"] = args["bias"].double()
-    plain = forward(*list(args.values())[:3], None, args["bias"], None, None, scale=1.0)
-    with forward_ad.dual_level():
-        args[which] = forward_ad.make_dual(args[which], torch.ones_like(args[which]))
-        query, key, value, bias = args.values()
-        with pytest.raises(NotImplementedError, match=FORWARD):
-            forward(query, key, value, None, bias, None, None, scale=1.0)
-        with pytest.raises(NotImplementedError, match=FORWARD):
-            torch.ops.mha_ext.attention_backward(
-                *(plain[0], None, query, key, value, *plain, None, bias, None, None),
-                **{"scale": 1.0, "output_mask": [True] * 4},
-            )
-        if which == "value":
-            return
-        with pytest.raises(NotImplementedError, match=FORWARD):
-            weights(query, key, None, None, None, bias, None, scale=1.0)

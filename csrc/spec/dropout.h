@@ -34,6 +34,13 @@ HOST_DEVICE Philox<U> philox(U c0, U c1, U c2, U c3, uint32_t key0, uint32_t key
   return {{c0, c1, c2, c3}};
 }
 
+// A pair is dropped where its 16-bit lane is below this, and what is kept is multiplied by
+// keep_scale.
+HOST_DEVICE uint32_t drop_threshold(double dropout_p) {
+  return (uint32_t)fmin(nearbyint(65536.0 * dropout_p), 65535.0);
+}
+HOST_DEVICE double keep_scale(uint32_t threshold) { return 65536.0 / (65536.0 - threshold); }
+
 // Whether pair (q, k) of head h of batch entry b is kept; all in global positions, mod 2^32.
 HOST_DEVICE bool keeps(const Dropout& dropout, int64_t b, int64_t h, int64_t q, int64_t k) {
   const Philox<uint32_t> random =
