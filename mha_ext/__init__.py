@@ -12,7 +12,7 @@ from mha_ext._build_check import check_torch_version
 
 check_torch_version()
 
-from mha_ext import _C, reference  # noqa: E402  (loading _C registers the operators)
+from mha_ext import _C, reference, transforms  # noqa: E402, F401  (these register the operators and their rules)
 from mha_ext.cache import KVCache, rotate  # noqa: E402
 from mha_ext.functional import attention, attention_weights  # noqa: E402
 from mha_ext.linear import FastLinear  # noqa: E402

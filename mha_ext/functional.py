@@ -315,10 +315,15 @@ def _check_tensors(
 ) -> None:
     if not isinstance(query, Tensor):
         raise TypeError(_not_a_tensor("query", query))
-    if query.dim() > 4:  # the operators take more, for vmap
+    if query.dim() != 4:  # the operators take more, and under vmap they are given one more
         raise ValueError(
             "query must have 4 dimensions [batch, heads, length, head_dim], but has shape "
-            f"{list(query.shape)}; flatten the leading ones into the batch, or use torch.func.vmap"
+            f"{list(query.shape)}; "
+            + (
+                "flatten the leading ones into the batch, or use torch.func.vmap"
+                if query.dim() > 4
+                else "split the heads with query.unflatten(-1, (heads, head_dim)).transpose(1, 2)"
+            )
         )
     if not isinstance(key, Tensor):
         raise TypeError(_not_a_tensor("key", key))
