@@ -2,8 +2,8 @@
 
 Everything that does not depend on that torch is in pyproject.toml. Environment: CXX, CXXFLAGS,
 LDFLAGS, MAX_JOBS (compilers at once), MHA_EXT_ISAS (the instruction sets to compile),
-MHA_EXT_TORCH_SITE (the site-packages whose torch to use) and MHA_EXT_WERROR (1: warnings are
-errors, as in editable builds; 0: they are not).
+MHA_EXT_TORCH_SITE (the site-packages whose torch to use), MHA_EXT_WERROR (1: warnings are
+errors, as in editable builds; 0: they are not), and for CUDA what build_backend/cuda_toolkit.py names.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "build_backend"))
 
+import cuda_toolkit  # noqa: E402
 import toolchain  # noqa: E402
 from torch_backend import TESTED, Torch, find_torch, torch_requirement  # noqa: E402
 
 OLDEST = (2, 11)
-CUDA = "no (this version has no CUDA kernels)"
 
 
 def usable_torch() -> Torch:
@@ -45,6 +45,13 @@ def usable_torch() -> Torch:
             f"one of PyTorch's own builds. pip install --force-reinstall torch=={TESTED}"
         )
     return torch
+
+
+def object_of(objects: Path, source: Path) -> Path:
+    """Where the object of a source lies: attention.cpp and attention.cu may stand side by side."""
+    place = objects / source.relative_to(ROOT)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return place.with_suffix(".cu.o" if source.suffix == ".cu" else ".o")
 
 
 class BuildExtension(build_ext):
@@ -71,33 +78,38 @@ class BuildExtension(build_ext):
 
     def build_extension(self, extension: Extension) -> None:
         torch, compiler = self.torch, self.compiler_found
+        gpu = cuda_toolkit.find_cuda(torch.folder, compiler)
         files = toolchain.sources(ROOT, compiler.x86)
         isas = ", ".join(toolchain.isa_names(files))
         print(f"mha_ext {self.distribution.get_version()}")
         print(f"  torch     {torch.version} in {torch.folder}")
         print(f"  compiler  {compiler.name}, {toolchain.job_count()} at once")
-        print(f"  ISAs      {isas}\n  CUDA      {CUDA}", flush=True)
+        print(f"  ISAs      {isas}\n  CUDA      {cuda_toolkit.describe(gpu)}", flush=True)
         described = {
             "VERSION": self.distribution.get_version(),
             "TORCH": torch.version,
             "COMPILER": compiler.name,
             "ISAS": isas,
-            "CUDA": CUDA,
+            "CUDA": cuda_toolkit.describe(gpu),
         }
         macros = [f'-DMHA_EXT_{name}="{value}"' for name, value in described.items()]
         # Objects of another torch or Python are never taken for this one's.
         objects = ROOT / "build" / f"objects-torch{torch.version}-{sys.implementation.cache_tag}"
         strict = os.environ.get("MHA_EXT_WERROR", "1" if self.editable_mode else "0") != "0"
         work = []
-        for source in files:
-            target = objects / source.relative_to(ROOT).with_suffix(".o")
-            target.parent.mkdir(parents=True, exist_ok=True)
+        for source in files + (cuda_toolkit.binding(ROOT) if gpu else []):
             flags = toolchain.flags_of(source, compiler.x86, torch.folder, macros)
-            work.append((source, target, flags))
-        toolchain.compile_all(compiler, strict, work)
+            work.append((compiler, source, object_of(objects, source), flags))
+        if gpu:  # the slowest come first
+            work[:0] = [
+                (gpu.compiler, source, object_of(objects, source), gpu.flags)
+                for source in cuda_toolkit.sources(ROOT)
+            ]
+        toolchain.compile_all(strict, work)
         module = Path(self.get_ext_fullpath(extension.name))
         module.parent.mkdir(parents=True, exist_ok=True)
-        toolchain.link(compiler, [target for _, target, _ in work], module, torch.folder)
+        made = [target for _, _, target, _ in work]
+        toolchain.link(compiler, made, module, torch.folder, gpu.libraries if gpu else [])
 
 
 setup(

@@ -29,11 +29,13 @@ MEMORY_OF_A_JOB = 1.5 * GIB
 
 
 class Compiler(NamedTuple):
-    """A C++ compiler that is new enough."""
+    """A compiler that is new enough."""
 
     command: list[str]
     name: str
     x86: bool
+    strict: list[str] = ["-Werror"]  # what makes a warning an error
+    user_flags: str = "CXXFLAGS"  # the variable with more flags
 
 
 def fail(message: str) -> NoReturn:
@@ -147,14 +149,14 @@ def up_to_date(target: Path, command: str) -> bool:
 
 
 def compile_one(
-    compiler: Compiler, strict: bool, source: Path, target: Path, flags: Sequence[str]
+    strict: bool, compiler: Compiler, source: Path, target: Path, flags: Sequence[str]
 ) -> None:
-    command = [*compiler.command, *flags, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    command = [*compiler.command, *flags, *shlex.split(os.environ.get(compiler.user_flags, ""))]
     text = shlex.join([*command, str(source)])
     if up_to_date(target, text):
         return
     if strict:
-        command.append("-Werror")
+        command += compiler.strict
     started, unfinished = time.time(), target.with_suffix(".tmp")
     outputs = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source)]
     answer = subprocess.run(
@@ -176,15 +178,13 @@ def compile_one(
     sys.stderr.write(answer.stderr)
 
 
-def compile_all(
-    compiler: Compiler, strict: bool, work: Sequence[tuple[Path, Path, Sequence[str]]]
-) -> None:
-    """Compile each (source, object, flags) that is not up to date; the first refusal stops it.
+def compile_all(strict: bool, work: Sequence[tuple[Compiler, Path, Path, Sequence[str]]]) -> None:
+    """Compile each (compiler, source, object, flags) that is not up to date, or stop at a refusal.
 
     strict: a warning is a refusal.
     """
     with ThreadPoolExecutor(job_count()) as pool:
-        futures = [pool.submit(compile_one, compiler, strict, *item) for item in work]
+        futures = [pool.submit(compile_one, strict, *item) for item in work]
         try:
             for future in futures:
                 future.result()
@@ -193,8 +193,10 @@ def compile_all(
             raise
 
 
-def link(compiler: Compiler, objects: Sequence[Path], target: Path, torch: Path) -> None:
-    libraries = ["-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]
+def link(
+    compiler: Compiler, objects: Sequence[Path], target: Path, torch: Path, more: Sequence[str]
+) -> None:
+    libraries = ["-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python", *more]
     command = [*compiler.command, "-shared", "-fopenmp", *map(str, objects), "-o", str(target)]
     command += ["-L" + str(torch / "lib"), *libraries, *shlex.split(os.environ.get("LDFLAGS", ""))]
     answer = subprocess.run(command, capture_output=True, text=True)

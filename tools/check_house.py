@@ -24,6 +24,7 @@ SPEC = r"\"(\.\./|\.\./\.\./)?(spec/)?(attention|dropout|linear|mask)\.h\""
 INTRINSICS = r"<(immintrin|arm_neon|arm_sve|cpuid|riscv_vector)\.h>"
 PLAIN_C = r"<(sys/)?\w+\.h>"
 OWN = r"\"[\w-]+\.h\""
+OWN_CUDA = r"\"[\w-]+\.(h|cuh)\""
 
 # files, what their includes must match, why
 MAY_INCLUDE = [
@@ -40,6 +41,9 @@ MAY_INCLUDE = [
     ),
     ("csrc/cpu/kernels.h", rf"{PLAIN_C}|{SPEC}|{OWN}", "the seam is plain C++: no C++ library"),
     ("csrc/cpu/kernels.cpp", rf"{PLAIN_C}|{INTRINSICS}|{SPEC}|{OWN}", "no torch below the seam"),
+    ("csrc/cuda/*.cu", rf"{SPEC}|{OWN_CUDA}", "a kernel knows spec/ and its own headers"),
+    ("csrc/cuda/*.cuh", rf"{SPEC}|{OWN_CUDA}", "a kernel knows spec/ and its own headers"),
+    ("csrc/cuda/kernels.h", SPEC, "the seam is plain C++: no C++ library"),
 ]
 # files, what no line may match, why
 MUST_NOT = [
@@ -91,6 +95,11 @@ def includes() -> list[str]:
         speaks = path.is_file() and re.search(rf"#\s*include\s+{TORCH}", path.read_text())
         if speaks and not SPEAKS_TORCH.fullmatch(name):
             found.append(f"{name}: only {SPEAKS_TORCH.pattern} speak torch")
+    for path in sorted((ROOT / "csrc/cuda").glob("*.cu*")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if path.name != "tile.cuh" and re.search(r"\basm\b|__sync\w+\(|__\w+_sync\(", line):
+                where = f"{path.relative_to(ROOT)}:{number}"
+                found.append(f"{where}: all PTX and intrinsics are in tile.cuh: {line.strip()}")
     reference = ROOT / "mha_ext/reference.py"
     if reference.is_file():
         for number, line in enumerate(reference.read_text().splitlines(), 1):

@@ -1,0 +1,112 @@
+"""nvcc: whether and how the CUDA kernels are compiled. They need no CUDA build of torch.
+
+Environment: MHA_EXT_CUDA (1: compile them, 0: do not; else where torch is a CUDA build),
+TORCH_CUDA_ARCH_LIST (the architectures, as for torch's own extensions) and CUDA_HOME.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from toolchain import Compiler, fail
+
+ARCHITECTURES = "8.0;9.0+PTX"
+OLDEST_ARCHITECTURE, OLDEST_NVCC = 80, (12, 0)
+FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"]
+
+
+class Cuda(NamedTuple):
+    """A CUDA toolkit and what it compiles for."""
+
+    compiler: Compiler
+    flags: list[str]
+    libraries: list[str]  # for the linker
+    name: str
+
+
+def wanted(torch: Path) -> bool:
+    """MHA_EXT_CUDA, else whether this torch is a CUDA build."""
+    asked = os.environ.get("MHA_EXT_CUDA", "")
+    if asked not in ("", "0", "1"):
+        fail(f"MHA_EXT_CUDA must be 0 or 1, but is {asked!r}")
+    built = re.search(r"^cuda\b[^=]*= *['\"]", (torch / "version.py").read_text(), re.MULTILINE)
+    return asked == "1" or (asked == "" and built is not None)
+
+
+def architectures(text: str) -> list[str]:
+    """-gencode for each architecture of a list such as "8.0;9.0+PTX"."""
+    flags, found = [], [name for name in re.split(r"[;,\s]+", text) if name]
+    for name in found:
+        number = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", name)
+        if number is None:
+            fail(
+                f"TORCH_CUDA_ARCH_LIST must name architectures by number, as in "
+                f"{ARCHITECTURES!r}, but has {name!r}"
+            )
+        major, minor, family, ptx = number.groups()
+        if int(major + minor) < OLDEST_ARCHITECTURE:
+            continue  # those kernels would not run there
+        real = f"{major}{minor}{family}"
+        flags += ["-gencode", f"arch=compute_{real},code=sm_{real}"]
+        if ptx:
+            flags += ["-gencode", f"arch=compute_{real},code=compute_{real}"]
+    if not flags:
+        fail(f"TORCH_CUDA_ARCH_LIST ({text!r}) names no architecture of 8.0 or later")
+    return flags
+
+
+def find_nvcc() -> str | None:
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    places = [Path(home, "bin/nvcc") for home in homes if home]
+    places += [Path(found) for found in [shutil.which("nvcc")] if found]
+    places.append(Path("/usr/local/cuda/bin/nvcc"))
+    return next((str(path) for path in places if path.is_file()), None)
+
+
+def find_cuda(torch: Path, host: Compiler) -> Cuda | None:
+    """The toolkit, where the kernels are wanted; a message where it is missing then."""
+    if not wanted(torch):
+        return None
+    nvcc = find_nvcc()
+    if nvcc is None:
+        fail(
+            "the CUDA kernels need nvcc, and there is none in CUDA_HOME, PATH or /usr/local/cuda. "
+            "Install a CUDA toolkit, name it in CUDA_HOME, or set MHA_EXT_CUDA=0"
+        )
+    answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    release = re.search(r"release (\d+)\.(\d+)", answer.stdout)
+    if release is None or tuple(map(int, release.groups())) < OLDEST_NVCC:
+        fail(f"{nvcc} is too old: mha_ext needs CUDA 12.0 or later. Name another in CUDA_HOME")
+    command = [nvcc, "-ccbin", host.command[0]]
+    dry = [*command, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull]
+    answer = subprocess.run(dry, capture_output=True, text=True)
+    folders = re.findall(r"-L([^\"\s]+)", answer.stderr)
+    folder = next((path for path in folders if Path(path, "libcudart_static.a").is_file()), None)
+    if folder is None:
+        fail(
+            f"there is no libcudart_static.a beside {nvcc}: install the CUDA runtime for developers"
+        )
+    chosen = architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", "") or ARCHITECTURES)
+    codes = [flag.split("code=")[1] for flag in chosen if "code=" in flag]
+    name = f"nvcc {'.'.join(release.groups())} for {', '.join(codes)}"
+    compiler = Compiler(command, name, host.x86, ["-Werror", "all-warnings"], "")
+    libraries = [str(Path(folder, "libcudart_static.a")), "-ldl", "-lrt", "-lpthread"]
+    return Cuda(compiler, [*FLAGS, *chosen], libraries, name)
+
+
+def sources(root: Path) -> list[Path]:
+    return sorted(root.glob("csrc/cuda/*.cu"))
+
+
+def binding(root: Path) -> list[Path]:
+    """The C++ that goes with them, compiled as all that speaks torch."""
+    return sorted(root.glob("csrc/cuda/*.cpp"))
+
+
+def describe(cuda: Cuda | None) -> str:
+    return "no (not built)" if cuda is None else cuda.name

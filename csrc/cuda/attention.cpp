@@ -1,0 +1,74 @@
+// The CUDA key of the operators: describe the problem, allocate, enqueue on the current stream.
+// torch is asked for streams and devices through c10 alone, so that the same extension loads where
+// torch has no CUDA.
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/library.h>
+#include <torch/version.h>
+
+#include <tuple>
+#include <vector>
+
+#include "../ops.h"
+#include "../problem.h"
+#include "kernels.h"
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+// Of libtorch_cuda, which is not linked: there wherever there is a CUDA tensor.
+extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device,
+                                                                            void** stream);
+#endif
+
+namespace mha_ext::cuda {
+namespace {
+
+Stream current_stream(const c10::Device& device) {
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+  void* stream = nullptr;
+  TORCH_CHECK(aoti_torch_get_current_cuda_stream &&
+                  aoti_torch_get_current_cuda_stream(device.index(), &stream) == 0,
+              "this torch does not tell its current CUDA stream; use torch 2.13 or later");
+  return stream;
+#else
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+#endif
+}
+
+// A limit of these kernels, not of the operators: problem.cpp does not know it.
+void check_width(const char* name, const Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.size(3) <= kMaxWidth, name, " must have at most ", kMaxWidth,
+                    " columns on CUDA, but has ", tensor.size(3), "; use the CPU for wider heads");
+}
+
+void check_launch(const char* error) {
+  TORCH_CHECK(!error, "mha_ext: a CUDA kernel could not be started: ", error);
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+    const OptionalTensor& bias, const OptionalTensor& key_lengths, const OptionalTensor& seed,
+    OptionalString corner, OptionalSymInt window_left, OptionalSymInt window_right,
+    double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin) {
+  const c10::DeviceGuard guard(query.device());
+  std::vector<Tensor> keep;
+  Attention a = describe(
+      query, key, &value, mask, bias, key_lengths, seed,
+      {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
+  check_width("query", query);
+  check_width("value", value);
+  const auto [out, lse, lse_low] = empty_forward(query, value);
+  a.out = rows_of(out, keep);
+  a.lse = lse.mutable_data_ptr();
+  a.lse_low = lse_low.mutable_data_ptr();
+  const Tensor scratch = at::empty({forward_scratch_bytes(a)}, query.options().dtype(at::kByte));
+  check_launch(forward(a, scratch.mutable_data_ptr(), current_stream(query.device())));
+  return {out, lse, lse_low};
+}
+
+}  // namespace
+}  // namespace mha_ext::cuda
+
+TORCH_LIBRARY_IMPL(mha_ext, CUDA, m) {
+  m.impl("attention_forward", mha_ext::cuda::attention_forward);
+}

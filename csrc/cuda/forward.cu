@@ -1,0 +1,36 @@
+// Forward: the kernels of each dtype are in the sources beside this one.
+#include "forward.cuh"
+
+namespace mha_ext::cuda {
+
+template <>
+const char* forward_of<double>(const Attention& a, void* scratch, Stream stream);
+template <>
+const char* forward_of<float>(const Attention& a, void* scratch, Stream stream);
+template <>
+const char* forward_of<BFloat16>(const Attention& a, void* scratch, Stream stream);
+template <>
+const char* forward_of<Float16>(const Attention& a, void* scratch, Stream stream);
+
+int64_t forward_scratch_bytes(const Attention& a) {
+  const KeyParts parts = key_parts(a);
+  const int64_t item = a.dtype == DType::kFloat64 ? 8 : 4;
+  if (parts.count == 1) return 0;
+  return a.batch * a.heads * parts.count * a.queries * (a.value_dim + 2) * item;
+}
+
+const char* forward(const Attention& a, void* scratch, Stream stream) {
+  switch (a.dtype) {
+    case DType::kFloat64:
+      return forward_of<double>(a, scratch, stream);
+    case DType::kFloat32:
+      return forward_of<float>(a, scratch, stream);
+    case DType::kBFloat16:
+      return forward_of<BFloat16>(a, scratch, stream);
+    case DType::kFloat16:
+      return forward_of<Float16>(a, scratch, stream);
+  }
+  return "unknown dtype";
+}
+
+}  // namespace mha_ext::cuda

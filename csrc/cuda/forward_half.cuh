@@ -1,0 +1,351 @@
+// Forward for 16-bit types, on the tensor cores: one pass over the keys with a running level and
+// sum (Milakov & Gimelshein 2018; Dao et al. 2022, 2023).
+//   S = scale Q K^T + bias,  P = 2^(S log2 e - level),  O = sum P V / l,  lse = level ln 2 + log l
+// Four warps hold 16 kFragments queries each; K and V come in tiles of kKeys, the next one while
+// this one is used.
+#pragma once
+#include "forward.cuh"
+#include "fragments.cuh"
+#include "rows.cuh"
+
+namespace mha_ext::cuda {
+
+template <class S_, int kWidth_>
+struct HalfForward {
+  using S = S_;
+  static constexpr int kWidth = kWidth_;  // D and Dv are at most this
+  static constexpr int kFragments = kWidth <= 64 ? 2 : 1, kKeys = kWidth <= 128 ? 64 : 32;
+  static constexpr int kThreads = 128, kRows = kThreads / kWarp * 16 * kFragments;
+  static constexpr int kColumns = kKeys / 8, kSteps = kKeys / 16;
+  static constexpr int kRowBytes = 2 * kWidth, kTileBytes = kKeys * kRowBytes;
+  static constexpr int kSharedBytes = kRows * kRowBytes + 4 * kTileBytes;
+  DEVICE_MEMBER static Address key_tile(int stage) {
+    return (Address)(kRows * kRowBytes + 2 * stage * kTileBytes);
+  }
+  DEVICE_MEMBER static Address value_tile(int stage) { return key_tile(stage) + kTileBytes; }
+};
+
+// Rows of one warp: sums of P V, and of each of a lane's rows 16 m + 8 half + g the level and this
+// lane's share of l.
+template <class F>
+struct RowState {
+  float out[F::kFragments][F::kWidth / 8][4];
+  float level[F::kFragments][2], l[F::kFragments][2];
+};
+
+template <class F>
+DEVICE void clear_out(RowState<F>& rows) {
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+    for (int n = 0; n < F::kWidth / 8; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) rows.out[m][n][e] = 0;
+}
+
+// The bits of a lane's fragments from the words of its rows: lane r of the warp holds that of row
+// r.
+template <class F>
+DEVICE void fragment_bits(uint64_t word, uint32_t (&bits)[F::kFragments]) {
+  const int lane = lane_id();
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++) {
+    const uint64_t low = shuffle(word, 16 * m + lane / 4),
+                   high = shuffle(word, 16 * m + lane / 4 + 8);
+    bits[m] = pairs_of_bytes(low >> lane % 4 * 2) | pairs_of_bytes(high >> lane % 4 * 2) << 16;
+  }
+}
+template <class F>
+DEVICE void kept_bits(const Attention& a, const Place& place, int64_t i0, int64_t k0,
+                      uint32_t (&bits)[F::kFragments]) {
+  const int lane = lane_id();
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++) {
+    uint32_t halves[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int64_t i = i0 + 16 * m + 8 * half + lane / 4;
+      halves[half] =
+          pairs_of_bytes(kept_word(a, place.b, place.h, i, k0, F::kKeys) >> lane % 4 * 2);
+    }
+    bits[m] = halves[0] | halves[1] << 16;
+  }
+}
+
+// Adds the bias to the scores of one warp; -inf takes the pair's bit away. Whether any was.
+template <class F>
+DEVICE bool add_bias_tile(const Attention& a, const Place& place, int64_t i0, int64_t k0,
+                          float (&s)[F::kFragments][F::kColumns][4],
+                          uint32_t (&visible)[F::kFragments]) {
+  const int lane = lane_id();
+  bool hides = false;
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int64_t i = i0 + 16 * m + 8 * (e / 2) + lane / 4;
+      const int64_t k = k0 + 2 * (lane % 4) + e % 2;
+      const int64_t at = bias_index(a, place.b, place.h, i, k);
+#pragma unroll
+      for (int j = 0; j < F::kColumns; j++) {
+        if (i >= a.queries || k + 8 * j >= a.keys) continue;
+        const float bias = read_bias(a, typename F::S{}, at + 8 * j * a.bias.key);
+        s[m][j][e] = add_bias(s[m][j][e], bias);
+        if (bias == -INFINITY) {
+          hides = true;
+          visible[m] &= ~(1u << (e / 2 * 16 + 2 * j + e % 2));
+        }
+      }
+    }
+  return hides;
+}
+
+// Raises the levels of rows whose scores exceed them by more than 2^8, and rescales what they have;
+// S -> P, and P is added to l. Levels that stay save most passes over out, and cost no accuracy.
+template <class F>
+DEVICE void softmax_tile(float (&s)[F::kFragments][F::kColumns][4], RowState<F>& rows) {
+  float factor[F::kFragments][2];
+  bool grew = false;
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float top = -INFINITY;
+#pragma unroll
+      for (int j = 0; j < F::kColumns; j++)
+        top = fmaxf(top, fmaxf(s[m][j][2 * half], s[m][j][2 * half + 1]));
+      top = fmaxf(top, shuffle_xor(top, 1));
+      top = fmaxf(top, shuffle_xor(top, 2)) * kLog2E;
+      const float old = rows.level[m][half];
+      const bool grows = top > old + 8;
+      factor[m][half] = grows ? exp2_approximate(old - top) : 1;
+      if (grows) rows.level[m][half] = top;
+      rows.l[m][half] *= factor[m][half];
+      grew |= grows;
+    }
+  if (ballot(grew)) {
+#pragma unroll
+    for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+      for (int n = 0; n < F::kWidth / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) rows.out[m][n][e] *= factor[m][e / 2];
+  }
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      // A row that has seen nothing yet: -inf - -inf would be NaN.
+      const float level = rows.level[m][half] == -INFINITY ? 0 : rows.level[m][half];
+      float sum = 0;
+#pragma unroll
+      for (int j = 0; j < F::kColumns; j++)
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; e++) {
+          s[m][j][e] = exp2_approximate(fmaf(s[m][j][e], kLog2E, -level));
+          sum += s[m][j][e];
+        }
+      rows.l[m][half] += sum;
+    }
+}
+
+// s = bit ? s : otherwise
+template <class F>
+DEVICE void select_tile(const uint32_t (&bits)[F::kFragments], float otherwise,
+                        float (&s)[F::kFragments][F::kColumns][4]) {
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+    for (int j = 0; j < F::kColumns; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        if (!(bits[m] >> (e / 2 * 16 + 2 * j + e % 2) & 1)) s[m][j][e] = otherwise;
+}
+
+// One tile of keys of one warp.
+template <class F>
+DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles& seen, int64_t i0,
+                         int tile, RowState<F>& rows) {
+  using S = typename F::S;
+  if (tile < seen.any || tile >= seen.any_end) return;
+  const int64_t k0 = (int64_t)tile * F::kKeys;
+  const int stage = tile & 1;
+  uint32_t visible[F::kFragments];
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++) visible[m] = ~0u;
+  bool partial = false;
+  if (a.mask.data || tile < seen.all || tile >= seen.all_end) {
+    const int rows_here = (int)min_of(16 * F::kFragments, a.queries - i0);
+    const uint64_t word = visible_word(a, place.b, place.h, i0, rows_here, k0, F::kKeys);
+    if (!ballot(word != 0)) return;
+    partial = ballot(lane_id() < rows_here && word != first_bits(F::kKeys)) != 0;
+    if (partial) fragment_bits<F>(word, visible);
+  }
+
+  float s[F::kFragments][F::kColumns][4];
+  multiply_rows<S, F::kRowBytes>(0, warp_id() * 16 * F::kFragments, F::key_tile(stage),
+                                 (int)a.head_dim, s);
+  const float scale = (float)a.scale;
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+    for (int j = 0; j < F::kColumns; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) s[m][j][e] *= scale;
+  if (a.bias.data) {
+    const bool hides = add_bias_tile<F>(a, place, i0, k0, s, visible);
+    partial |= ballot(hides) != 0;
+  }
+  if (partial) select_tile<F>(visible, -INFINITY, s);
+  softmax_tile<F>(s, rows);
+  if (a.dropout.seed) {
+    uint32_t kept[F::kFragments];
+    kept_bits<F>(a, place, i0, k0, kept);
+    select_tile<F>(kept, 0, s);
+  }
+
+  uint32_t p[F::kFragments][F::kSteps][4];
+  round_fragments<S>(s, p);
+  const int columns = (int)a.value_dim;
+  if (!partial) {
+    multiply_across<S, F::kRowBytes, false>(p, F::value_tile(stage), columns, rows.out);
+    return;
+  }
+  // Hidden pairs have P = 0, but 0 * NaN is NaN.
+  const bool dirty =
+      multiply_across<S, F::kRowBytes, true>(p, F::value_tile(stage), columns, rows.out);
+  if (ballot(dirty))
+    add_nonfinite<S, F::kRowBytes>(p, visible, F::value_tile(stage), columns, rows.out);
+}
+
+template <class F>
+DEVICE void store_out(const Attention& a, const Place& place, int64_t i0, const RowState<F>& rows) {
+  using S = typename F::S;
+  const int lane = lane_id();
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int64_t i = i0 + 16 * m + 8 * half + lane / 4;
+      if (i >= a.queries) continue;
+      const float l = rows.l[m][half], factor = l != 0 ? (float)a.dropout.keep_scale / l : 0;
+      S* out = (S*)a.out.data + place.b * a.out.batch + place.h * a.out.head + i * a.out.row;
+      const bool pairs = (uintptr_t)out % 4 == 0 && a.value_dim % 2 == 0;
+#pragma unroll
+      for (int n = 0; n < F::kWidth / 8; n++) {
+        const int d = 8 * n + lane % 4 * 2;
+        if (d >= a.value_dim) break;
+        const uint32_t pair =
+            pack(S{}, rows.out[m][n][2 * half] * factor, rows.out[m][n][2 * half + 1] * factor);
+        if (pairs) {
+          *(uint32_t*)(out + d) = pair;
+        } else {
+          out[d].bits = (uint16_t)pair;
+          if (d + 1 < a.value_dim) out[d + 1].bits = (uint16_t)(pair >> 16);
+        }
+      }
+    }
+}
+
+template <class F>
+DEVICE void store_part(const Attention& a, const Place& place, int64_t i0, int64_t first,
+                       const PartialSums<float>& sums, const RowState<F>& rows) {
+  const int lane = lane_id();
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int64_t i = i0 + 16 * m + 8 * half + lane / 4;
+      if (i >= a.queries) continue;
+      float* out = sums.out + (first + i) * a.value_dim;
+#pragma unroll
+      for (int n = 0; n < F::kWidth / 8; n++) {
+        const int d = 8 * n + lane % 4 * 2;
+        if (d < a.value_dim) out[d] = rows.out[m][n][2 * half];
+        if (d + 1 < a.value_dim) out[d + 1] = rows.out[m][n][2 * half + 1];
+      }
+      if (lane % 4 == 0) {
+        sums.rows[(first + i) * 2] = rows.level[m][half];
+        sums.rows[(first + i) * 2 + 1] = rows.l[m][half];
+      }
+    }
+}
+
+template <class F>
+__global__ void LAUNCH_BOUNDS(F::kThreads)
+    forward_half_kernel(const GRID_CONSTANT Attention a, const PartialSums<float> sums,
+                        const KeyParts parts) {
+  using S = typename F::S;
+  const int64_t row = grid_row();
+  if (row >= a.batch * a.heads) return;
+  const Place place = place_of(a, row, F::kRows, parts.count);
+  const int64_t block_rows = min_of(F::kRows, a.queries - place.q0);
+  const int64_t i0 = place.q0 + warp_id() * 16 * F::kFragments;
+  const HeadRows keys = head_rows<S>(a.key, place.b, place.kv);
+  const HeadRows values = head_rows<S>(a.value, place.b, place.kv);
+
+  const SeenTiles block = seen_tiles<F::kKeys>(a, place.b, place.q0, block_rows);
+  const SeenTiles seen =
+      seen_tiles<F::kKeys>(a, place.b, i0, min_of(16 * F::kFragments, a.queries - i0));
+  const int part_tiles = (int)ceil_div(parts.size, F::kKeys);
+  int tile = (int)max_of(block.any, place.part * part_tiles);
+  int last = (int)max_of(tile, min_of(block.any_end, (place.part + 1) * part_tiles));
+
+  RowState<F> rows;
+  clear_out(rows);
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      rows.level[m][half] = -INFINITY;
+      rows.l[m][half] = 0;
+    }
+  copy_rows<F::kRows, F::kRowBytes, F::kThreads>(0, head_rows<S>(a.query, place.b, place.h),
+                                                 place.q0, (int)block_rows, (int)a.head_dim * 2);
+  // Each turn fetches a tile of keys and computes the one before.
+#pragma unroll 1
+  for (int next = tile; next <= last; next++) {
+    copy_wait<0>();
+    sync_block();  // the tile before is there, and the place of the next is free
+    if (next < last) {
+      const int64_t k0 = (int64_t)next * F::kKeys;
+      const int count = (int)min_of(F::kKeys, a.keys - k0), stage = next & 1;
+      copy_rows<F::kKeys, F::kRowBytes, F::kThreads>(F::key_tile(stage), keys, k0, count,
+                                                     (int)a.head_dim * 2);
+      copy_rows<F::kKeys, F::kRowBytes, F::kThreads>(F::value_tile(stage), values, k0, count,
+                                                     (int)a.value_dim * 2);
+    }
+    copy_commit();
+    if (next > tile) forward_tile<F>(a, place, seen, i0, next - 1, rows);
+  }
+  copy_wait<0>();
+
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float& l = rows.l[m][half];
+      l += shuffle_xor(l, 1);
+      l += shuffle_xor(l, 2);
+      const int64_t i = i0 + 16 * m + 8 * half + lane_id() / 4;
+      if (parts.count == 1 && i < a.queries && lane_id() % 4 == 0)
+        store_lse<S>(a, row * a.queries + i, rows.level[m][half], l);
+    }
+  if (parts.count == 1)
+    store_out<F>(a, place, i0, rows);
+  else
+    store_part<F>(a, place, i0, (row * parts.count + place.part) * a.queries, sums, rows);
+}
+
+template <class S, int kWidth>
+const char* forward_half(const Attention& a, void* scratch, Stream stream) {
+  using F = HalfForward<S, kWidth>;
+  const KeyParts parts = key_parts(a);
+  const PartialSums<float> sums = partial_sums<float>(a, scratch);
+  const int64_t tiles = ceil_div(a.queries, F::kRows);
+  const char* error = launch(forward_half_kernel<F>, {tiles * parts.count, a.batch * a.heads},
+                             F::kThreads, F::kSharedBytes, stream, a, sums, parts);
+  return error ? error : finish_rows<S>(a, sums, parts, stream);
+}
+
+}  // namespace mha_ext::cuda

@@ -1,0 +1,48 @@
+// One way to start a kernel: g++ cannot read <<<>>>, and every launch is checked.
+#pragma once
+#include "kernels.h"
+#include "tile.cuh"
+
+namespace mha_ext::cuda {
+
+// The first dimension may be 2^31 - 1, the others 65535: rows of blocks go over y and z.
+struct Grid {
+  int64_t x, rows;
+};
+DEVICE int64_t grid_row() { return blockIdx.y + (int64_t)blockIdx.z * gridDim.y; }
+
+#ifdef __CUDACC__
+#define LAUNCH_BOUNDS(threads) __launch_bounds__(threads)
+// nullptr, or what CUDA says is wrong.
+template <class... Parameters>
+const char* launch(void (*kernel)(Parameters...), Grid grid, int threads, int shared_bytes,
+                   Stream stream, const Parameters&... parameters) {
+  if (grid.x == 0 || grid.rows == 0) return nullptr;
+  if (shared_bytes > 48 * 1024) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        (const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+  }
+  constexpr int64_t kGridLimit = 65535;
+  const int64_t y = min_of(grid.rows, kGridLimit);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3((unsigned)grid.x, (unsigned)y, (unsigned)ceil_div(grid.rows, y));
+  config.blockDim = dim3((unsigned)threads);
+  config.dynamicSmemBytes = (size_t)shared_bytes;
+  config.stream = (cudaStream_t)stream;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, parameters...);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+#else
+#define LAUNCH_BOUNDS(threads)
+template <class... Parameters>
+const char* launch(void (*kernel)(Parameters...), Grid grid, int threads, int shared_bytes, Stream,
+                   const Parameters&... parameters) {
+  if (grid.x == 0 || grid.rows == 0) return nullptr;
+  const int64_t y = min_of(grid.rows, emulator::grid_limit());
+  return emulator::run({grid.x, y, ceil_div(grid.rows, y)}, threads, shared_bytes,
+                       [&] { kernel(parameters...); });
+}
+#endif
+
+}  // namespace mha_ext::cuda

@@ -1,0 +1,105 @@
+// What a pair of a query and a key has beside its product: whether it is visible, kept by dropout,
+// and its bias. A row of a tile is one word, bit j = key k0 + j, as in spec/mask.h.
+#pragma once
+#include "../spec/dropout.h"
+#include "tile.cuh"
+
+namespace mha_ext::cuda {
+
+// Tiles of kKeys keys of which some, and of which all, are seen by all of a few queries, as far as
+// lengths and the band say: [any, any_end) and [all, all_end).
+struct SeenTiles {
+  int any, any_end, all, all_end;
+};
+template <int kKeys>
+DEVICE SeenTiles seen_tiles(const Attention& a, int64_t b, int64_t first, int64_t rows) {
+  if (rows <= 0) return {0, 0, 0, 0};
+  const Range any = seen_by_any(a, b, first, first + rows - 1);
+  const Range all = seen_by_all(a, b, first, first + rows - 1);
+  return {(int)(any.begin / kKeys), any.end > any.begin ? (int)ceil_div(any.end, kKeys) : 0,
+          (int)ceil_div(all.begin, kKeys), (int)(all.end / kKeys)};
+}
+
+DEVICE uint64_t band_word(const Attention& a, int64_t b, int64_t i, int64_t k0, int keys) {
+  const Range band = band_keys(a, b, i);
+  const int64_t first = max_of(0, band.begin - k0), last = min_of(keys, band.end - k0);
+  return last <= first ? 0 : first_bits(last) & ~first_bits(first);
+}
+
+// For one warp: lane r gets the word of query first + r (0 from `rows` on, rows <= 32). The lanes
+// read the mask of one row together, as its bytes lie.
+DEVICE uint64_t visible_word(const Attention& a, int64_t b, int64_t h, int64_t first, int rows,
+                             int64_t k0, int keys) {
+  const int lane = lane_id();
+  uint64_t word = lane < rows ? band_word(a, b, first + lane, k0, keys) : 0;
+  if (!a.mask.data) return word;
+  const Pairs& mask = a.mask;
+  const char* item = (const char*)mask.data + (b * mask.batch + h * mask.head + first * mask.query +
+                                               (k0 + lane) * mask.key) *
+                                                  mask.item_size;
+  const bool low_exists = k0 + lane < a.keys && lane < keys;
+  const bool high_exists = k0 + lane + kWarp < a.keys && lane + kWarp < keys;
+  for (int r = 0; r < (mask.query ? rows : 1); r++) {
+    const uint32_t low = ballot(low_exists && nonzero(item, mask.item_size));
+    const uint32_t high =
+        ballot(high_exists && nonzero(item + kWarp * mask.key * mask.item_size, mask.item_size));
+    if (lane == r || !mask.query) word &= low | (uint64_t)high << 32;
+    item += mask.query * mask.item_size;
+  }
+  return word;
+}
+
+// For four lanes with the same query, the next four of a warp: the keys of the tile that dropout
+// keeps. Each lane draws every fourth group of eight keys.
+DEVICE uint64_t kept_word(const Attention& a, int64_t b, int64_t h, int64_t i, int64_t k0,
+                          int keys) {
+  const int64_t first = a.origin.key + k0;
+  const int offset = (int)(first & 7);  // keys of the first group that come before the tile
+  const uint32_t key0 = (uint32_t)a.dropout.seed[0], key1 = (uint32_t)a.dropout.seed[1];
+  uint64_t word = 0;
+#pragma unroll 1
+  for (int group = lane_id() % 4; group * 8 < keys + offset; group += 4) {
+    const Philox<uint32_t> random =
+        philox<uint32_t>((uint32_t)((first >> 3) + group), (uint32_t)(a.origin.query + i),
+                         (uint32_t)(a.origin.head + h), (uint32_t)(a.origin.batch + b), key0, key1);
+    uint64_t kept = 0;
+    for (int w = 0; w < 4; w++) {
+      kept |= (uint64_t)((random.word[w] & 0xffff) >= a.dropout.threshold) << (2 * w);
+      kept |= (uint64_t)((random.word[w] >> 16) >= a.dropout.threshold) << (2 * w + 1);
+    }
+    const int at = group * 8 - offset;
+    word |= at < 0 ? kept >> -at : kept << at;
+  }
+  word |= shuffle_xor(word, 1);
+  return word | shuffle_xor(word, 2);
+}
+
+template <class S>
+DEVICE auto read_bias(const Attention& a, S, int64_t at) -> decltype(widen(S{})) {
+  return a.bias_is_float32 ? widen(((const float*)a.bias.data)[at])
+                           : widen(((const S*)a.bias.data)[at]);
+}
+DEVICE int64_t bias_index(const Attention& a, int64_t b, int64_t h, int64_t i, int64_t k) {
+  return b * a.bias.batch + h * a.bias.head + i * a.bias.query + k * a.bias.key;
+}
+
+DEVICE float lowest_finite(float) { return -3.40282347e38f; }
+DEVICE double lowest_finite(double) { return -1.7976931348623157e308; }
+
+// S + bias: what is finite stays finite, NaN stays NaN.
+template <class T>
+DEVICE T add_bias(T score, T bias) {
+  const T sum = score + bias;
+  return sum < lowest_finite(T()) ? lowest_finite(T()) : sum;
+}
+
+// x + y as high + low, rounded once each.
+template <class T>
+DEVICE void split_sum(double x, double y, T* high, T* low) {
+  *high = (T)(x + y);
+  const bool ordered = fabs(x) >= fabs(y);
+  const double large = ordered ? x : y, small = ordered ? y : x;
+  *low = (T)((large - (double)*high) + small);
+}
+
+}  // namespace mha_ext::cuda

@@ -1,0 +1,496 @@
+// Blocks, one after the other; the threads of a block are fibers that take turns at random.
+#include "emulator.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+#ifndef __x86_64__
+#include <ucontext.h>
+#endif
+
+namespace emulator {
+namespace {
+
+constexpr size_t kStack = 256 << 10;
+
+// --- Fibers --------------------------------------------------------------------------------------
+
+#ifdef __x86_64__
+extern "C" void emulator_switch(void** from, void* to);
+asm(R"(
+.text
+.local emulator_switch
+emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+#endif
+
+struct Fiber {
+  std::unique_ptr<char[]> stack;
+#ifdef __x86_64__
+  void* at = nullptr;
+#else
+  ucontext_t at;
+#endif
+  void prepare(void (*entry)()) {
+    if (!stack) stack.reset(new char[kStack]);
+#ifdef __SANITIZE_ADDRESS__
+    __asan_unpoison_memory_region(stack.get(), kStack);  // of frames that never returned
+#endif
+#ifdef __x86_64__
+    void** top = (void**)(((uintptr_t)stack.get() + kStack) & ~(uintptr_t)15);
+    *--top = nullptr;  // the return address of entry, which never returns
+    *--top = (void*)entry;
+    for (int i = 0; i < 6; i++) *--top = nullptr;
+    at = top;
+#else
+    getcontext(&at);
+    at.uc_stack.ss_sp = stack.get();
+    at.uc_stack.ss_size = kStack;
+    at.uc_link = nullptr;
+    makecontext(&at, entry, 0);
+#endif
+  }
+};
+
+#ifdef __SANITIZE_ADDRESS__
+const void* main_bottom = nullptr;
+size_t main_size = 0;
+#endif
+
+void jump(Fiber& from, Fiber& to) {
+#ifdef __SANITIZE_ADDRESS__
+  void* fake = nullptr;
+  const bool home = !to.stack;
+  __sanitizer_start_switch_fiber(&fake, home ? main_bottom : to.stack.get(),
+                                 home ? main_size : kStack);
+#endif
+#ifdef __x86_64__
+  emulator_switch(&from.at, to.at);
+#else
+  swapcontext(&from.at, &to.at);
+#endif
+#ifdef __SANITIZE_ADDRESS__
+  __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
+#endif
+}
+
+// --- The state of a run --------------------------------------------------------------------------
+
+struct Copy {
+  uint32_t to;
+  const char* from;
+  int bytes, valid;
+};
+struct Access {
+  uint32_t at;
+  int bytes;
+};
+enum class State { kReady, kAtBarrier, kInWarp, kDone };
+
+struct Thread {
+  Fiber fiber;
+  Index index;
+  int number;
+  State state;
+  void* argument;
+  std::vector<Copy> open;                 // not yet committed
+  std::vector<std::vector<Copy>> groups;  // committed, not yet waited for
+  std::vector<Access> accesses;           // since its warp last met
+};
+struct Warp {
+  int arrived, left;
+  uint32_t epoch;  // counts the points that order the memory accesses of its lanes
+  Kind kind;
+};
+// What is known about two bytes of shared memory.
+struct Cell {
+  uint64_t written = 0, read = 0;                         // in which epoch of the block
+  uint32_t written_warp = 0, read_warp = 0, readers = 0;  // epochs of the warp; warps that read
+  int16_t writer = -1, reader = -1;                       // reader: -2 = several
+  int16_t in_flight = -1;                                 // whose copy
+};
+
+struct Machine {
+  Options options;
+  Report report;
+  std::string error;
+  uint64_t random = 1;
+
+  const std::function<void()>* body = nullptr;
+  Fiber home;
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  std::unique_ptr<char[]> shared;  // exactly as many bytes as asked for
+  std::vector<Cell> cells;
+  int64_t shared_bytes = 0;
+  int count = 0, running = 0, at_barrier = 0, left = 0, stickiness = 0;
+  bool votes = false, result = false, failed = false;
+  uint64_t epoch = 1;
+  Index block, grid, extent;
+};
+Machine m;
+
+uint64_t draw() {
+  m.random ^= m.random << 13;
+  m.random ^= m.random >> 7;
+  m.random ^= m.random << 17;
+  return m.random >> 11;
+}
+
+Thread& self() { return m.threads[m.running]; }
+Warp& my_warp() { return m.warps[m.running / 32]; }
+
+// Hands over to another thread that can run: often of the same warp, so that warps run apart.
+void give_way(State state) {
+  Thread& old = self();
+  old.state = state;
+  int next = -1;
+  const int warps = (int)m.warps.size(), home = m.running / 32;
+  const auto ready_in = [&](int warp) {
+    const int first = warp * 32, size = std::min(32, m.count - first), start = (int)(draw() % 32);
+    for (int i = 0; i < 32; i++) {
+      const int lane = (start + i) % 32;
+      if (lane < size && m.threads[first + lane].state == State::kReady) return first + lane;
+    }
+    return -1;
+  };
+  if ((int)(draw() % 64) < m.stickiness) next = ready_in(home);
+  for (int i = 0, start = (int)(draw() % warps); i < warps && next < 0; i++)
+    next = ready_in((start + i) % warps);
+  if (next < 0) {
+    if (m.left == m.count) {
+      jump(old.fiber, m.home);
+      return;
+    }
+    fail("deadlock: %d threads at a barrier, %d have left, the others wait for their warp",
+         m.at_barrier, m.left);
+  }
+  if (next == m.running) return;
+  m.running = next;
+  jump(old.fiber, m.threads[next].fiber);
+}
+
+// Passes over the banks that the accesses of up to 32 lanes take, and those that they must take.
+void count_passes(const Access* lanes, int count, Traffic& traffic) {
+  int bytes = 0;
+  for (int i = 0; i < count; i++) bytes = std::max(bytes, lanes[i].bytes);
+  if (bytes == 0) return;
+  const int phase = bytes > 8 ? 8 : bytes > 4 ? 16 : 32;  // lanes served at once
+  traffic.accesses++;
+  for (int first = 0; first < count; first += phase) {
+    std::vector<uint32_t> words;
+    for (int i = first; i < std::min(count, first + phase); i++)
+      for (int b = 0; b < lanes[i].bytes; b += 4) words.push_back((lanes[i].at + b) / 4);
+    std::sort(words.begin(), words.end());
+    words.erase(std::unique(words.begin(), words.end()), words.end());
+    if (words.empty()) continue;
+    int used[32] = {}, most = 0;
+    for (const uint32_t word : words) most = std::max(most, ++used[word % 32]);
+    traffic.passes += most;
+    traffic.conflicts += most - 1;
+  }
+}
+
+// The n-th accesses of the lanes since they last met are taken for one instruction.
+void count_accesses(int warp) {
+  const int first = warp * 32, size = std::min(32, m.count - first);
+  for (size_t n = 0;; n++) {
+    Access lanes[32] = {};
+    bool any = false;
+    for (int i = 0; i < size; i++)
+      if (n < m.threads[first + i].accesses.size()) {
+        lanes[i] = m.threads[first + i].accesses[n];
+        any = true;
+      }
+    if (!any) break;
+    const bool copies = lanes[0].bytes < 0 || lanes[size - 1].bytes < 0;
+    for (Access& lane : lanes) lane.bytes = abs(lane.bytes);
+    count_passes(lanes, size, copies ? m.report.copies : m.report.plain);
+  }
+  for (int i = 0; i < size; i++) m.threads[first + i].accesses.clear();
+}
+
+void check_address(uint32_t at, int bytes) {
+  if ((int64_t)at + bytes > m.shared_bytes)
+    fail("shared memory: %d bytes at %u, of %lld", bytes, at, (long long)m.shared_bytes);
+  if (at % bytes) fail("shared memory: %d bytes at %u are not aligned", bytes, at);
+}
+
+// Two accesses of which one writes must be ordered: by a barrier, or by sync_warp in one warp.
+void note_read(int thread, uint32_t at, int bytes) {
+  const Warp& warp = m.warps[thread / 32];
+  for (uint32_t i = at / 2; i < (at + bytes + 1) / 2; i++) {
+    Cell& c = m.cells[i];
+    if (c.in_flight >= 0)
+      fail(
+          "thread %d reads shared byte %u, which the copy of thread %d has not reached yet: a "
+          "wait is missing",
+          thread, i * 2, c.in_flight);
+    if (c.writer >= 0 && c.writer != thread && c.written == m.epoch &&
+        !(c.writer / 32 == thread / 32 && c.written_warp < warp.epoch))
+      fail("thread %d reads shared byte %u, which thread %d wrote: no barrier is between them",
+           thread, i * 2, c.writer);
+    if (c.read != m.epoch) c.readers = 0;
+    const bool same = c.read == m.epoch && c.readers >> (thread / 32) & 1 &&
+                      c.read_warp == warp.epoch && c.reader != thread;
+    c.read = m.epoch;
+    c.readers |= 1u << (thread / 32);
+    c.reader = same ? (int16_t)-2 : (int16_t)thread;
+    c.read_warp = warp.epoch;
+  }
+}
+void note_write(int thread, uint32_t at, int bytes, int in_flight) {
+  const Warp& warp = m.warps[thread / 32];
+  for (uint32_t i = at / 2; i < (at + bytes + 1) / 2; i++) {
+    Cell& c = m.cells[i];
+    if (c.in_flight >= 0 && c.in_flight != thread)
+      fail("thread %d writes shared byte %u, where a copy of thread %d is under way", thread, i * 2,
+           c.in_flight);
+    if (c.writer >= 0 && c.writer != thread && c.written == m.epoch &&
+        !(c.writer / 32 == thread / 32 && c.written_warp < warp.epoch))
+      fail("threads %d and %d write shared byte %u: no barrier is between them", c.writer, thread,
+           i * 2);
+    if (c.read == m.epoch && (c.readers & ~(1u << (thread / 32)) ||
+                              (c.readers && c.read_warp == warp.epoch && c.reader != thread)))
+      fail(
+          "thread %d writes shared byte %u, which another thread has read: no barrier is between "
+          "them",
+          thread, i * 2);
+    c.written = m.epoch;
+    c.written_warp = warp.epoch;
+    c.writer = (int16_t)thread;
+    c.in_flight = (int16_t)in_flight;
+  }
+}
+
+void thread_main() {
+#ifdef __SANITIZE_ADDRESS__
+  if (!main_bottom)
+    __sanitizer_finish_switch_fiber(nullptr, &main_bottom, &main_size);
+  else
+    __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
+#endif
+  (*m.body)();
+  Thread& thread = self();
+  if (!thread.open.empty() || !thread.groups.empty()) fail("a thread left with copies under way");
+  if (m.at_barrier) fail("a thread left while others wait at a barrier");
+  Warp& warp = my_warp();
+  if (warp.arrived) fail("a lane left while its warp waits for it");
+  m.left++;
+  warp.left++;
+  give_way(State::kDone);
+}
+
+void run_block(int threads) {
+  m.count = threads;
+  m.at_barrier = m.left = 0;
+  m.votes = false;
+  m.epoch++;
+  m.stickiness = (int[]){0, 32, 62}[draw() % 3];
+  for (Warp& warp : m.warps) warp.arrived = warp.left = 0;
+  memset(m.shared.get(), 0xff, (size_t)m.shared_bytes);  // NaN, in every floating-point type
+  for (int i = 0; i < threads; i++) {
+    Thread& t = m.threads[i];
+    t.number = i;
+    t.index = {(unsigned)i, 0, 0};
+    t.state = State::kReady;
+    t.open.clear();
+    t.groups.clear();
+    t.accesses.clear();
+    t.fiber.prepare(thread_main);
+  }
+  m.running = (int)(draw() % threads);
+  jump(m.home, m.threads[m.running].fiber);
+  if (m.failed) return;
+  for (size_t w = 0; w < m.warps.size(); w++) count_accesses((int)w);
+  m.report.blocks++;
+  m.report.threads += threads;
+}
+
+}  // namespace
+
+const char* refuse(const char* what, int64_t number) {
+  if (m.error.empty())
+    m.error = "a launch is over the limits: " + std::to_string(number) + " " + what;
+  return error();
+}
+
+void start(const Options& options) {
+  m.options = options;
+  m.report = {};
+  m.error.clear();
+  m.random = options.seed * 0x9E3779B97F4A7C15ull + 0x2545F4914F6CDD1Dull;
+}
+const Report& report() { return m.report; }
+int64_t grid_limit() { return m.options.grid_limit; }
+const char* error() { return m.error.empty() ? nullptr : m.error.c_str(); }
+
+const char* run(Extent grid, int threads, int shared_bytes, const std::function<void()>& body) {
+  m.failed = false;
+  m.body = &body;
+  if (threads < 1 || threads > 1024 || threads % 32) return refuse("threads of a block", threads);
+  if (shared_bytes > m.options.shared_limit) return refuse("bytes of shared memory", shared_bytes);
+  if (grid.x > 0x7fffffff) return refuse("blocks along x", grid.x);
+  if (std::max(grid.y, grid.z) > m.options.grid_limit) return refuse("blocks along y or z", grid.y);
+  m.report.launches++;
+  m.report.shared_bytes = std::max<int64_t>(m.report.shared_bytes, shared_bytes);
+  m.shared_bytes = shared_bytes;
+  m.shared.reset(new char[shared_bytes]);
+  m.cells.assign((size_t)(shared_bytes + 1) / 2, Cell{});
+  if ((int)m.threads.size() < threads) m.threads.resize(threads);
+  m.warps.assign((size_t)threads / 32, Warp{});
+  m.grid = {(unsigned)grid.x, (unsigned)grid.y, (unsigned)grid.z};
+  m.extent = {(unsigned)threads, 1, 1};
+  // Blocks come in no order: from anywhere, in either direction.
+  const int64_t blocks = grid.x * grid.y * grid.z, first = (int64_t)(draw() % (uint64_t)blocks);
+  const bool down = draw() & 1;
+  for (int64_t i = 0; i < blocks && !m.failed; i++) {
+    const int64_t block = (first + (down ? blocks - i : i)) % blocks;
+    m.block = {(unsigned)(block % grid.x), (unsigned)(block / grid.x % grid.y),
+               (unsigned)(block / (grid.x * grid.y))};
+    run_block(threads);
+  }
+  m.count = 0;
+  return m.failed ? error() : nullptr;
+}
+
+void fail(const char* format, ...) {
+  char text[512];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  if (m.error.empty())
+    m.error = std::string(text) + " (block " + std::to_string(m.block.x) + ", " +
+              std::to_string(m.block.y) + ", " + std::to_string(m.block.z) + ")";
+  m.failed = true;
+  jump(self().fiber, m.home);  // for good: the fibers of the block are given up
+  __builtin_unreachable();
+}
+
+const Index& thread_index() { return self().index; }
+const Index& block_index() { return m.block; }
+const Index& grid_extent() { return m.grid; }
+const Index& block_extent() { return m.extent; }
+
+bool sync_block(bool value) {
+  m.votes |= value;
+  if (m.left) fail("a barrier after a thread has left");
+  if (my_warp().arrived) fail("a lane is at a barrier while its warp waits for it");
+  if (++m.at_barrier < m.count) {
+    give_way(State::kAtBarrier);
+    return m.result;
+  }
+  m.at_barrier = 0;
+  m.result = m.votes;
+  m.votes = false;
+  m.epoch++;
+  m.report.barriers++;
+  for (int i = 0; i < m.count; i++) m.threads[i].state = State::kReady;
+  const bool result = m.result;
+  for (size_t w = 0; w < m.warps.size(); w++) count_accesses((int)w);
+  give_way(State::kReady);
+  return result;
+}
+
+void together(Kind kind, void* mine, void (*work)(void* const* lanes)) {
+  Warp& warp = my_warp();
+  if (warp.left) fail("a lane waits for its warp after another has left");
+  if (warp.arrived && warp.kind != kind)
+    fail("the lanes of a warp do different things: %d and %d", (int)warp.kind, (int)kind);
+  warp.kind = kind;
+  self().argument = mine;
+  if (++warp.arrived < 32) return give_way(State::kInWarp);
+  void* lanes[32];
+  const int first = m.running / 32 * 32;
+  for (int i = 0; i < 32; i++) {
+    lanes[i] = m.threads[first + i].argument;
+    m.threads[first + i].state = State::kReady;
+  }
+  warp.arrived = 0;
+  count_accesses(m.running / 32);
+  work(lanes);
+  give_way(State::kReady);
+}
+
+void sync_warp() {
+  together(Kind::kSync, nullptr, [](void* const*) { my_warp().epoch++; });
+}
+
+void read_shared(uint32_t at, void* to, int bytes) {
+  check_address(at, bytes);
+  note_read(m.running, at, bytes);
+  self().accesses.push_back({at, bytes});
+  memcpy(to, m.shared.get() + at, (size_t)bytes);
+}
+void write_shared(uint32_t at, const void* from, int bytes) {
+  check_address(at, bytes);
+  note_write(m.running, at, bytes, -1);
+  self().accesses.push_back({at, bytes});
+  memcpy(m.shared.get() + at, from, (size_t)bytes);
+}
+void read_matrix_rows(const uint32_t* rows, char (*to)[16]) {
+  Access lanes[32];
+  for (int i = 0; i < 32; i++) {
+    check_address(rows[i], 16);
+    note_read(m.running / 32 * 32 + i, rows[i], 16);
+    memcpy(to[i], m.shared.get() + rows[i], 16);
+    lanes[i] = {rows[i], 16};
+  }
+  count_passes(lanes, 32, m.report.matrices);
+}
+
+void copy_async(uint32_t to, const void* from, int bytes, int valid) {
+  check_address(to, bytes);
+  if ((uintptr_t)from % (uintptr_t)bytes)
+    fail("a copy of %d bytes from %p is not aligned", bytes, from);
+  if (valid < 0 || valid > bytes) fail("a copy of %d bytes, of which %d are there", bytes, valid);
+  note_write(m.running, to, bytes, m.running);
+  memset(m.shared.get() + to, 0xff, (size_t)bytes);
+  self().accesses.push_back({to, -bytes});
+  self().open.push_back({to, (const char*)from, bytes, valid});
+}
+void copy_commit() {
+  self().groups.push_back(std::move(self().open));
+  self().open.clear();
+}
+void copy_wait(int latest) {
+  Thread& t = self();
+  while ((int)t.groups.size() > latest) {
+    for (const Copy& copy : t.groups.front()) {
+      note_write(m.running, copy.to, copy.bytes, -1);
+      memcpy(m.shared.get() + copy.to, copy.from, (size_t)copy.valid);
+      memset(m.shared.get() + copy.to + copy.valid, 0, (size_t)(copy.bytes - copy.valid));
+    }
+    t.groups.erase(t.groups.begin());
+  }
+}
+void count_product() { m.report.products++; }
+
+}  // namespace emulator

@@ -1,0 +1,76 @@
+// A small implementation of the CUDA execution model: see README.md. What a kernel may ask of its
+// machine, for tile_host.h; launches; the report of a run.
+#pragma once
+#include <stdint.h>
+
+#include <functional>
+
+#define __global__
+#define __device__
+#define __host__
+
+namespace emulator {
+
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
+
+// How to run: the same seed gives the same schedule.
+struct Options {
+  uint64_t seed = 0;
+  int64_t shared_limit = 99 * 1024;  // of a block: that of compute capability 8.6 and 8.9
+  int64_t grid_limit = 65535;        // of y and z; a smaller one makes small problems pass it
+};
+
+// What one kind of access to shared memory cost, in passes over the 32 banks.
+struct Traffic {
+  int64_t accesses = 0;   // of warps
+  int64_t passes = 0;     // that were needed
+  int64_t conflicts = 0;  // passes beyond those without a bank conflict
+};
+
+struct Report {
+  int64_t launches = 0, blocks = 0, threads = 0, shared_bytes = 0;
+  int64_t barriers = 0, products = 0;
+  Traffic matrices, copies, plain;
+};
+
+void start(const Options& options);
+const Report& report();
+int64_t grid_limit();
+const char* error();  // of the first launch that failed since start, or nullptr
+
+struct Extent {
+  int64_t x, y, z;
+};
+// Runs body once for each thread of the grid; nullptr, or what went wrong.
+const char* run(Extent grid, int threads, int shared_bytes, const std::function<void()>& body);
+
+// For the running thread.
+const Index& thread_index();
+const Index& block_index();
+const Index& grid_extent();
+const Index& block_extent();
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+bool sync_block(bool value);  // the same for all: whether any gave true
+void sync_warp();
+
+// Every lane of a warp comes here with the same kind of work; the last one runs it for all 32.
+enum class Kind { kShuffle, kBallot, kLoadMatrices, kProduct, kSync };
+void together(Kind kind, void* mine, void (*work)(void* const* lanes));
+
+// Accesses to shared memory, checked: bounds, alignment, races, bytes that are still in flight.
+void read_shared(uint32_t at, void* to, int bytes);
+void write_shared(uint32_t at, const void* from, int bytes);
+void read_matrix_rows(const uint32_t* rows, char (*to)[16]);
+void copy_async(uint32_t to, const void* from, int bytes, int valid);
+void copy_commit();
+void copy_wait(int latest);
+void count_product();
+
+}  // namespace emulator
+
+#define threadIdx (emulator::thread_index())
+#define blockIdx (emulator::block_index())
+#define gridDim (emulator::grid_extent())
+#define blockDim (emulator::block_extent())

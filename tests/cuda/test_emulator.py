@@ -1,0 +1,184 @@
+"""The emulator bites: what a GPU would get wrong, and often silently, is caught."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import emulated
+import pytest
+import torch
+from cases import Problem, call, make, to_double
+from emulated import Described, EmulatorError, Library
+
+from mha_ext import reference
+
+# Forward for bfloat16 up to 64 wide alone: it compiles in seconds.
+ONE_KERNEL = """
+#include "forward_half.cuh"
+namespace mha_ext::cuda {
+int64_t forward_scratch_bytes(const Attention&) { return 0; }
+const char* forward(const Attention& a, void* scratch, Stream stream) {
+  return forward_half<BFloat16, 64>(a, scratch, stream);
+}
+}
+"""
+# file, what stands there, what shall stand there, what tells
+MUTATIONS = {
+    "barrier": (
+        "forward_half.cuh",
+        "    sync_block();  // the tile before",
+        "    // the tile before",
+        "no barrier is between|a wait is missing|is under way",
+    ),
+    "wait": (
+        "forward_half.cuh",
+        "    copy_wait<0>();\n    sync_block();",
+        "    copy_wait<1>();\n    sync_block();",
+        "a wait is missing",
+    ),
+    "fragment": ("fragments.cuh", "8 * j + lane % 8 + lane / 16 * 8", "8 * j + lane % 16", "wrong"),
+    "rounded fragment": (
+        "fragments.cuh",
+        "x[m][k][2 + half] =",
+        "x[m][k][3 - half] =",
+        "wrong",
+    ),
+    "lane": ("forward_half.cuh", "16 * m + lane / 4 + 8)", "16 * m + lane % 4 + 8)", "wrong"),
+    "divergence": (
+        "forward_half.cuh",
+        "  if (ballot(grew)) {",
+        "  if (lane_id() < 16 && ballot(grew)) {",
+        "different things|waits for its warp",
+    ),
+    "swizzle": ("tile.cuh", "(piece ^ (row & 7)) << 4", "piece << 4", "conflicts"),
+    "hidden": ("forward_half.cuh", "  if (!partial) {", "  if (true) {", "wrong"),
+    "place": ("tile.cuh", "row * kRowBytes", "(row + 1) * kRowBytes", "shared memory"),
+}
+PROBLEM = Problem(torch.bfloat16, 1, 1, queries=70, keys=200, head_dim=64, mask="qk")
+
+
+def mutated(folder: Path, file: str, old: str, new: str) -> Path:
+    """A copy of the sources in which `old`, which must be there once, is `new`."""
+    kernels = folder / "csrc/cuda"
+    kernels.mkdir(parents=True)
+    (folder / "csrc/spec").symlink_to(emulated.ROOT / "csrc/spec")
+    for source in emulated.KERNELS.glob("*.*h"):
+        text = source.read_text()
+        if source.name == file:
+            assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {file}"
+            text = text.replace(old, new)
+        (kernels / source.name).write_text(text)
+    (kernels / "forward.cu").write_text(ONE_KERNEL)
+    return kernels
+
+
+def verdict(library: Library) -> str:
+    """What is wrong with these kernels, over a few schedules; empty if nothing is."""
+    inputs = make(PROBLEM)
+    value = inputs.value.clone()
+    value[:, :, 0, 0] = torch.nan
+    seen = inputs.seen()
+    for seed in range(4):
+        library.seed = seed
+        for found in (inputs, inputs.replaced(value=value)):
+            described = Described(
+                found.query, found.key, found.value, found.mask, None, None, None, {"scale": 0.125}
+            )
+            try:
+                out = library.forward(described)[0].double()
+            except EmulatorError as error:
+                return str(error)
+            right = call(reference.attention, to_double(inputs))[0]
+            clean = ~seen[..., 0] if found is not inputs else torch.ones_like(seen[..., 0])
+            if not torch.allclose(out[clean], right[clean], rtol=0.02, atol=0.02):
+                return "wrong numbers"
+    traffic = library.report.matrices
+    return f"{traffic.conflicts} conflicts" if traffic.conflicts else ""
+
+
+def test_the_kernel_itself_passes(tmp_path: Path) -> None:
+    kernels = mutated(tmp_path, "tile.cuh", "row * kRowBytes", "kRowBytes * row")
+    assert verdict(Library(emulated.build(kernels, ["-O1"]))) == ""
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_are_caught(name: str, tmp_path: Path) -> None:
+    file, old, new, sign = MUTATIONS[name]
+    found = verdict(Library(emulated.build(mutated(tmp_path, file, old, new), ["-O1"])))
+    assert any(part in found for part in sign.split("|")), f"caught as {found!r}"
+
+
+ON_THE_EDGE = """
+import sys
+sys.path[:0] = {path!r}
+import torch, emulated
+library = emulated.Library(emulated.Path({library!r}))
+rng = torch.Generator().manual_seed(0)
+def draw(*shape):
+    return torch.randn(shape, generator=rng).to(torch.bfloat16)
+for queries, keys, head_dim, value_dim in ((13, 70, 20, 33), (70, 65, 64, 64), (5, 3, 7, 9)):
+    mask = torch.rand(1, 1, queries, keys, generator=rng) < 0.6
+    described = emulated.Described(
+        draw(1, 2, queries, head_dim), draw(1, 1, keys, head_dim), draw(1, 1, keys, value_dim),
+        mask, draw(1, 2, queries, keys), torch.tensor([keys - 1]), torch.tensor([1, 2]),
+        dict(scale=0.1, dropout_p=0.1, uniform_empty_rows=True))
+    library.forward(described)
+print("clean")
+"""
+READS = {
+    "": "clean",
+    "rows": "AddressSanitizer: heap-",
+    "mask": "AddressSanitizer: heap-",
+    "out": "AddressSanitizer: heap-",
+}
+PAST_THE_END = {
+    "rows": ("rows.cuh", "const int n = r < rows ? valid : 0;", "const int n = valid;"),
+    "mask": (
+        "pairs.cuh",
+        "const bool low_exists = k0 + lane < a.keys && lane < keys;",
+        "const bool low_exists = true;",
+    ),
+    "out": (
+        "forward_half.cuh",
+        "      if (i >= a.queries) continue;\n      const float l =",
+        "      const float l =",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_accesses_past_the_end_are_caught(name: str, tmp_path: Path) -> None:
+    """The kernels under AddressSanitizer: they stay within their tensors, and it would tell."""
+    runtime = subprocess.run(
+        ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True
+    ).stdout.strip()
+    if not Path(runtime).is_file():
+        pytest.skip("there is no libasan.so beside g++")
+    change = PAST_THE_END.get(name, ("tile.cuh", "row * kRowBytes", "kRowBytes * row"))
+    library = emulated.build(mutated(tmp_path, *change), ["-O1", *emulated.SANITIZE])
+    program = ON_THE_EDGE.format(path=[str(emulated.HERE)], library=str(library))
+    environment = dict(os.environ, LD_PRELOAD=runtime, ASAN_OPTIONS="detect_leaks=0")
+    answer = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert READS[name] in answer.stdout + answer.stderr, answer.stderr[-2000:]
+
+
+@pytest.mark.parametrize("limit", ["shared_limit", "grid_limit"])
+def test_launches_over_the_limits_are_refused(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = emulated.library()
+    monkeypatch.setattr(library, limit, 3)
+    inputs = make(replace(PROBLEM, heads=12))
+    described = Described(
+        inputs.query, inputs.key, inputs.value, None, None, None, None, {"scale": 1.0}
+    )
+    with pytest.raises(EmulatorError, match="over the limits"):
+        library.forward(described)

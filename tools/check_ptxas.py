@@ -1,0 +1,77 @@
+"""What ptxas says about each CUDA kernel: no spills, and no more registers than its budget.
+
+    python tools/check_ptxas.py [architecture ...]
+
+The architectures are those that are built by default, unless others are named (80, 90, ...). It needs
+nvcc, but no GPU. One line per kernel, and exit status 1 if any is over its budget.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "build_backend"))
+
+import cuda_toolkit  # noqa: E402
+import toolchain  # noqa: E402
+
+# Registers of a thread, by kernel; the first pattern that fits. A block of 128 threads with 255
+# registers leaves room for one more on a multiprocessor. Dynamic shared memory is checked where the
+# kernels run: tests/cuda.
+BUDGETS = [
+    (r"forward_half_kernel", 255),
+    (r"forward_wide_kernel<.*double.*256", 255),
+    (r"forward_wide_kernel", 168),
+    (r"combine_kernel|uniform_rows_kernel", 64),
+]
+STATIC_SHARED = 0  # bytes
+
+
+def report(nvcc: list[str], source: Path, architecture: str) -> list[tuple[str, bool]]:
+    """One line for each kernel of a source, and whether it is within its budget."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = ["-cubin", "-arch", f"sm_{architecture}", "-o", str(Path(folder, "kernel.cubin"))]
+        command = [*nvcc, *cuda_toolkit.FLAGS, "-Xptxas", "-v", *target, str(source)]
+        answer = subprocess.run(command, capture_output=True, text=True)
+    if answer.returncode != 0:
+        return [(f"{source.name}: does not compile: {answer.stderr.strip()[-500:]}", False)]
+    text = subprocess.run(["c++filt"], input=answer.stderr, capture_output=True, text=True).stdout
+    found = []
+    for part in text.split("Compiling entry function '")[1:]:
+        name = part.split("' for 'sm_")[0]
+        spills = sum(map(int, re.findall(r"(\d+) bytes spill", part)))
+        registers = int(re.findall(r"Used (\d+) registers", part)[0])
+        shared = sum(map(int, re.findall(r"(\d+) bytes smem", part)))
+        short = re.sub(r"mha_ext::(cuda::)?|\(.*|^void ", "", name)
+        budget = next((limit for pattern, limit in BUDGETS if re.search(pattern, name)), 0)
+        fine = spills == 0 and registers <= budget and shared <= STATIC_SHARED
+        numbers = f"{registers} of {budget} registers, {spills} bytes of spills, {shared} shared"
+        found.append((f"sm_{architecture} {short}: {numbers}", fine))
+    return found
+
+
+def main() -> int:
+    nvcc = cuda_toolkit.find_nvcc()
+    if nvcc is None:
+        print("there is no nvcc: nothing was checked")
+        return 0
+    default = re.findall(r"(\d)\.(\d)", cuda_toolkit.ARCHITECTURES)
+    architectures = sys.argv[1:] or ["".join(numbers) for numbers in default]
+    host = toolchain.find_compiler()
+    jobs = [(source, number) for number in architectures for source in cuda_toolkit.sources(ROOT)]
+    with ThreadPoolExecutor(toolchain.job_count()) as pool:
+        lines = pool.map(lambda job: report([nvcc, "-ccbin", host.command[0]], *job), jobs)
+        found = [line for part in lines for line in part]
+    for line, fine in found:
+        print(line if fine else f"{line}  <- over its budget")
+    return 0 if all(fine for _, fine in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
