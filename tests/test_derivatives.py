@@ -647,11 +647,17 @@ def test_compiled_autograd(order: int) -> None:
     torch.testing.assert_close(grads(True), grads(False))
 
 
-class HessianVectorProduct(torch.nn.Module):
+class Derivative(torch.nn.Module):
+    """The derivative along the leaves themselves, or the gradient."""
+
+    def __init__(self, attention: Function, derivative: str) -> None:
+        super().__init__()
+        self.function = bind(attention, {"causal": "upper_left", "window": (2, None)})
+        self.derivative = derivative
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Any:
         leaves = (query, key, value, bias)
-        function = bind(mha_ext.attention, {"causal": "upper_left", "window": (2, None)})
-        return along(gradient(function), leaves)(*leaves)
+        return NESTS[self.derivative](self.function, leaves, leaves)(*leaves)
 
 
 @pytest.mark.parametrize("decompose", [False, True])
@@ -663,7 +669,7 @@ def test_export_with_dynamic_shapes(decompose: bool) -> None:
     batch, keys = torch.export.Dim("b", min=2, max=99), torch.export.Dim("k", min=2, max=99)
     rows = {0: batch, 2: keys}
     program = torch.export.export(
-        HessianVectorProduct(),
+        Derivative(mha_ext.attention, "jvp"),
         make(3, 5),
         dynamic_shapes=({0: batch}, rows, rows, {1: keys}),
         strict=False,
@@ -672,7 +678,7 @@ def test_export_with_dynamic_shapes(decompose: bool) -> None:
         program = program.run_decompositions()
     leaves = make(4, 7)
     found = program.module()(*leaves)
-    torch.testing.assert_close(tuple(found), HessianVectorProduct()(*leaves))
+    torch.testing.assert_close(tuple(found), Derivative(mha_ext.attention, "jvp")(*leaves))
 
 
 # What PyTorch itself cannot do (docs/derivatives.md quotes these messages)
@@ -697,6 +703,13 @@ def test_pytorch_has_no_jvp_of_compiled_code() -> None:
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
         with pytest.raises(Exception, match=r"torch.func.jvp\(compiled_fn\).*is not supported"):
             torch.func.jvp(compiled, leaves, leaves)
+
+
+def test_pytorch_does_not_export_func_grad() -> None:
+    leaves = draw((LQ, LK), 1)
+    for attention in (mha_ext.attention, reference.attention):
+        with pytest.raises(Exception, match="Cannot access (storage|data pointer)"):
+            torch.export.export(Derivative(attention, "grad of jvp"), leaves, strict=False)
 
 
 # PyTorch's checks of an operator
