@@ -117,7 +117,8 @@ def both(model: nn.Module, train: Callable[[nn.Module], list[float]]) -> tuple[n
         seconds[name] = timer.seconds
     ours, theirs = reports.values()
     print(f"{'step':>6}  {'mha_ext':>12}  {'plain PyTorch':>14}")
-    for step in sorted({0, 1, 2, *range(0, len(ours), max(1, len(ours) // 8)), len(ours) - 1}):
+    shown = {0, 1, 2, *range(0, len(ours), max(1, len(ours) // 8)), len(ours) - 1}
+    for step in sorted(shown & set(range(len(ours)))):
         print(f"{step:6}  {ours[step]:12.5f}  {theirs[step]:14.5f}")
     for name, value in seconds.items():
         print(f"{name}: {value:.1f} s")
