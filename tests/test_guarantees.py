@@ -461,15 +461,16 @@ def peak():  # kB: the high-water mark since it was last cleared
         return int(next(line for line in status if line.startswith("VmHWM")).split()[1])
 
 length, dtype, options = int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3]
+heads, width = (int(n) for n in sys.argv[4:] or (2, 32))
 torch.set_num_threads(2)
 
 def problem(length):
-    q, k, v = (torch.randn(1, 2, length, 32).to(dtype).requires_grad_() for _ in range(3))
+    q, k, v = (torch.randn(1, heads, length, width).to(dtype).requires_grad_() for _ in range(3))
     arguments = {}
     if "mask" in options:
         arguments["mask"] = (torch.rand(1, 1, 1, length) < 0.9)
     if "bias" in options:
-        arguments["bias"] = torch.randn(1, 2, length, 1).to(dtype).requires_grad_()
+        arguments["bias"] = torch.randn(1, heads, length, 1).to(dtype).requires_grad_()
     if "dropout" in options:
         arguments["dropout_p"] = 0.1
     if "causal" in options:
@@ -522,6 +523,15 @@ def test_memory_of_long_sequences(dtype: str) -> None:
         for n in (8192, 32768)
     )
     assert long <= 4.5 * short + 2**14
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_measure_memory(), reason="needs /proc/self/clear_refs")
+def test_memory_of_one_long_head() -> None:
+    """Forward and backward take less than 64 MiB beside inputs, output, cotangent and gradients."""
+    length, width = 16384, 64
+    used = 1024 * int(run(MEMORY, str(length), "float32", "", "1", str(width), timeout=1800))
+    assert used - 5 * 4 * length * width < 2**26
 
 
 # 5. Accuracy: test_forward.py, test_backward.py, test_weights.py. ----------------------------------

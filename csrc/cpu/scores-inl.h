@@ -48,6 +48,18 @@ typename X::V load_up_to(const From* p, int64_t n) {
   return n >= X::kLanes ? X::load(p) : X::load(p, n);
 }
 
+// Rows of a tile that will be wanted next: asked for a few at a time, between the products of the
+// tile before.
+struct NextRows {
+  const char* data = nullptr;
+  int64_t stride = 0, bytes = 0, rows = 0;  // bytes of a row, and from one to the next
+
+  void ask(int64_t first, int64_t count) const {
+    for (int64_t r = first; r < min_of(first + count, rows); r++)
+      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(data + r * stride + at);
+  }
+};
+
 // s[r][n] = sum_d key[n][d] query[r][d] for kRows rows of queries and kLanes / kRows keys: a vector
 // of partial sums for each pair, and all of these are added at once. What a pair's sum is depends
 // on neither count. Past the last key the last one stands in.
@@ -90,11 +102,14 @@ void few_scores_block(const typename K::S* key, int64_t stride, int64_t keys, in
 
 template <class K, int kRows>
 void few_scores(const typename K::S* key, int64_t stride, int64_t keys, int64_t columns,
-                const typename K::T* query, int64_t ld, typename K::T* s) {
+                const typename K::T* query, int64_t ld, typename K::T* s,
+                const NextRows& next = {}) {
   constexpr int kKeys = K::kLanes / kRows;
   int64_t n = 0;
-  for (; n + kKeys <= keys; n += kKeys)
+  for (; n + kKeys <= keys; n += kKeys) {
+    next.ask(n, kKeys);
     few_scores_block<K, kRows, true>(key + n * stride, stride, kKeys, columns, query, ld, s + n);
+  }
   if (n < keys)
     few_scores_block<K, kRows, false>(key + n * stride, stride, keys - n, columns, query, ld,
                                       s + n);
