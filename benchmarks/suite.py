@@ -6,12 +6,13 @@ the round one beside it) and with every implementation, so all of them share the
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from mha_ext.peers import CASES, Case, Level
+from mha_ext.peers import CASES, Case, Level, attention_runs, make_inputs
 
 Pass = Literal["forward", "training", "recorded", "jvp", "hvp", "memory"]
 Threads = Literal["one", "all"]
@@ -91,9 +92,20 @@ def named(case: Case, name: str, **options: object) -> Case:
     return replace(case, name=name, **options)  # type: ignore[arg-type]
 
 
+@functools.cache
 def has_second_order() -> bool:
-    """Whether this build has the operators of forward mode and of second derivatives."""
-    return hasattr(torch.ops.mha_ext, "attention_forward_tangent")
+    """Whether this build has forward mode and second derivatives."""
+    if not hasattr(torch.ops.mha_ext, "attention_forward_tangent"):
+        return False
+    inputs = make_inputs(square(2, 2, 1), "attention", torch.float32, torch.device("cpu"))
+    run = attention_runs(inputs, ("mha_ext",))[0]
+    ones = {name: torch.ones_like(tensor) for name, tensor in inputs.tensors.items()}
+    try:
+        run.tangent(inputs, ones)
+        run.hessian_vector(inputs, ones["query"], ones)
+    except (RuntimeError, NotImplementedError):  # kernels without their derivatives
+        return False
+    return True
 
 
 def groups() -> list[Group]:
