@@ -76,8 +76,8 @@ def options() -> dict[str, Case]:
     return {name: named(plain, name, **changes) for name, changes in OPTIONS.items()}
 
 
-def fit(what: str, taken: Mapping[tuple[int, int], float], peak: float) -> tuple[float, ...]:
-    """fixed, per_d, per_dv, column and residual of nanoseconds by (D, Dv); peak in FLOP/s.
+def fit(taken: Mapping[tuple[int, int], float]) -> tuple[float, float, float, float]:
+    """fixed, per_d, per_dv and residual of nanoseconds by (D, Dv).
 
     Relative errors are what is made small, so that narrow heads count as much as wide ones.
     """
@@ -85,7 +85,7 @@ def fit(what: str, taken: Mapping[tuple[int, int], float], peak: float) -> tuple
     terms = np.array([[1.0, d, dv] for d, dv in taken])
     fixed, per_d, per_dv = np.linalg.lstsq(terms / found[:, None], np.ones(len(found)), None)[0]
     error = np.abs(terms @ (fixed, per_d, per_dv) / found - 1).max()
-    return fixed, per_d, per_dv, 2 * TILE * TILE / peak * 1e9, float(error)
+    return float(fixed), float(per_d), float(per_dv), float(error)
 
 
 def budgets(records: Sequence[Record]) -> dict[str, Budget]:
@@ -103,7 +103,9 @@ def budgets(records: Sequence[Record]) -> dict[str, Budget]:
         peak = by_name["64, 64", what].peak
         assert peak is not None
         prices = {name: tile(case, what) - taken[64, 64] for name, case in options().items()}
-        found[what] = Budget(*fit(what, taken, peak.max), taken[64, 64], prices)
+        fixed, per_d, per_dv, residual = fit(taken)
+        column = 2 * TILE * TILE / peak.max * 1e9
+        found[what] = Budget(fixed, per_d, per_dv, column, residual, taken[64, 64], prices)
     return found
 
 

@@ -167,7 +167,10 @@ class Bench:
             runs.append(_sdpa_math())
         wanted = onnxruntime_peer.NAME in names and onnxruntime_peer.supports(case, dtype)
         if wanted and onnxruntime_peer.missing() is None:
-            runs.append(onnxruntime_peer.onnxruntime_run(inputs, threads))
+            try:
+                runs.append(onnxruntime_peer.onnxruntime_run(inputs, threads))
+            except Exception as error:  # its own, which derive from nothing else
+                self.failures.add(f"{onnxruntime_peer.NAME}, {group.title}", error)
         return runs
 
     def _prepare(self, group: Group, case: Case, threads: int) -> list[Work]:
@@ -212,11 +215,15 @@ class Bench:
         works = []  # eager first: its error decides what others may have
         for run in runs:
             try:
-                if not run.floor:
-                    with torch.no_grad():
-                        run.forward(inputs)
-                    works.append(run)
+                if run.floor:
+                    continue
+                run.call(inputs)
+                if inputs.case.training and run.differentiable:
+                    run.gradients(inputs, grad_out)
+                works.append(run)
             except Exception as error:
+                if run.name == OWN:
+                    raise
                 self.failures.add(f"{run.name}, {group.title}", error)
         found: dict[tuple[str, str | None], Result] = {}
         for name, result in verify(works, inputs, group.level, exact).items():

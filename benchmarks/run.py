@@ -40,7 +40,7 @@ from mha_ext.timing import summary
 
 FORMAT = "mha_ext benchmark 1"
 RESULTS = Path(__file__).resolve().parent / "results"
-SECONDS, QUICK_SECONDS = 4.5, 0.7  # for each group and number of threads
+SECONDS, QUICK_SECONDS = 4.0, 0.7  # for each group and number of threads
 
 
 class Parser(argparse.ArgumentParser):
@@ -221,7 +221,7 @@ def measure_all(
                 try:
                     records += bench.measure(group, threads)
                 except (RuntimeError, ValueError, TypeError, MemoryError) as error:
-                    bench.failures.add(f"{group.title}, {threads} threads", error)
+                    bench.failures.add(f"{measure.OWN}, {group.title}, {threads} threads", error)
             if memory and weighed:
                 advance("memory")
                 records += bench.weigh(weighed, max(threads for _, threads in work))
@@ -320,7 +320,7 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if not arguments.no_charts:
         draw(content, output)
     wrong = any(r["wrong"] and r["implementation"].startswith("mha_ext") for r in records)
-    failed = any(name.startswith("mha_ext") for name in bench.failures.found)
+    failed = any(name.startswith(measure.OWN) for name in bench.failures.found)
     return 130 if not complete else int(wrong or failed)
 
 
