@@ -258,6 +258,8 @@ class Bench:
                 least = most = self.repeats
             else:
                 least, most = self.at_least, 200
+                if group.topic == "second order":  # seconds each, on the peers' quadratic path
+                    least = min(least, 3)
             seconds = self.seconds * max(1.0, len(group.cases) / 3)
             found = in_turns(visits, seconds, at_least=least, at_most=most)
         rates = {}
