@@ -181,33 +181,38 @@ void run_ranges(const GradProblem& p, int64_t scratch_bytes, double products,
   }
 }
 
-// grad_query, grad_key and grad_value of first order. Where there are many heads, a task is a head;
-// else some ranges of keys of a head, whose sums of grad_query are added afterwards.
-void run_backward(const GradProblem& p) {
+// One key/value head of one group.
+struct HeadPlace {
+  int64_t group, batch, kv_head;
+};
+
+// grad_query, grad_key and grad_value, of first order, of `count` heads: at(i) says which. Where
+// there are many, a task is a head; else some ranges of keys of a head, whose sums of grad_query
+// are added afterwards.
+template <class At>
+void run_heads(const GradProblem& p, int64_t kv_heads, const At& at) {
   const Attention& a = p.groups[0];
   const KeyRanges ranges = grad_ranges(a);
-  const int64_t group_heads = a.batch * a.kv_heads, kv_heads = p.count * group_heads;
-  if (kv_heads == 0) return;
   const int64_t shared = a.heads / a.kv_heads, blocks = query_blocks(a);
   const int64_t sum_bytes = blocks * query_sum_size(a) * p.kernels.element_size;
   const int64_t scratch_bytes = ceil_div(p.kernels.backward_scratch_bytes(a), 64) * 64;
   const int64_t together = ranges_together(a), threads = available_threads();
-  const double flops = 10 * static_cast<double>(p.count) * pair_count(a) *
-                       static_cast<double>(std::max(a.head_dim, a.value_dim));
+  const double head_flops = 10 * pair_count(a) / static_cast<double>(a.batch * a.kv_heads) *
+                            static_cast<double>(std::max(a.head_dim, a.value_dim));
   const auto backward = [&](int64_t head, KeyPart part, void* sums, void* scratch) {
-    const int64_t group = head / group_heads, row = head % group_heads;
-    p.kernels.backward(p.groups[group], p.grads[group], row / a.kv_heads, row % a.kv_heads, part,
-                       sums, scratch);
+    const HeadPlace place = at(head);
+    p.kernels.backward(p.groups[place.group], p.grads[place.group], place.batch, place.kv_head,
+                       part, sums, scratch);
   };
   if (ranges.count == 1 || threads == 1 || kv_heads >= 4 * threads) {
     const bool one_call = together == ranges.count;
-    for_each_task(kv_heads, flops, scratch_bytes + (one_call ? 0 : shared * sum_bytes),
-                  [&](int64_t head, void* scratch) {
-                    void* sums = one_call ? nullptr : static_cast<char*>(scratch) + scratch_bytes;
-                    for (int64_t first = 0; first < ranges.count; first += together)
-                      backward(head, {first, std::min(first + together, ranges.count), false}, sums,
-                               scratch);
-                  });
+    for_each_task(
+        kv_heads, head_flops * static_cast<double>(kv_heads),
+        scratch_bytes + (one_call ? 0 : shared * sum_bytes), [&](int64_t head, void* scratch) {
+          void* sums = one_call ? nullptr : static_cast<char*>(scratch) + scratch_bytes;
+          for (int64_t first = 0; first < ranges.count; first += together)
+            backward(head, {first, std::min(first + together, ranges.count), false}, sums, scratch);
+        });
     return;
   }
   // Enough tasks for all threads, but the sums of few heads at a time, so that memory does not grow
@@ -221,22 +226,38 @@ void run_backward(const GradProblem& p) {
   char* sums = static_cast<char*>(memory.get());
   for (int64_t first = 0; first < kv_heads; first += wave) {
     const int64_t count = std::min(wave, kv_heads - first);
-    for_each_task(count * parts, flops * static_cast<double>(count) / static_cast<double>(kv_heads),
-                  scratch_bytes, [&](int64_t task, void* scratch) {
+    for_each_task(count * parts, head_flops * static_cast<double>(count), scratch_bytes,
+                  [&](int64_t task, void* scratch) {
                     const int64_t head = task % count, range = task / count * size;
                     backward(first + head, {range, std::min(range + size, ranges.count), true},
                              sums + head * head_bytes, scratch);
                   });
     if (!with_sums) continue;
-    const int64_t group_rows = a.batch * a.heads;
     for_each_task(count * shared * blocks, static_cast<double>(count * head_bytes) / 4, 0,
                   [&](int64_t task, void*) {
-                    const int64_t head = task / blocks, row = first * shared + head;
-                    p.kernels.add_sums(p.groups[row / group_rows], p.grads[row / group_rows],
-                                       sums + head * ranges.count * sum_bytes,
-                                       row % group_rows / a.heads, row % a.heads, task % blocks);
+                    const int64_t head = task / blocks;
+                    const HeadPlace place = at(first + head / shared);
+                    p.kernels.add_sums(p.groups[place.group], p.grads[place.group],
+                                       sums + head * ranges.count * sum_bytes, place.batch,
+                                       place.kv_head * shared + head % shared, task % blocks);
                   });
   }
+}
+
+// All heads at once; or, where they add to one grad_bias, one after the other those that share it.
+void run_backward(const GradProblem& p) {
+  const Attention& a = p.groups[0];
+  if (p.count * a.batch * a.kv_heads == 0) return;
+  const Pairs& bias = p.grads[0].grad_bias;
+  const bool in_turns = bias_is_added(a, bias);
+  const int64_t turns_b = in_turns && !bias.batch ? a.batch : 1;
+  const int64_t turns_h = in_turns && !bias.head ? a.kv_heads : 1;
+  const int64_t batches = a.batch / turns_b, heads = a.kv_heads / turns_h;
+  for (int64_t b = 0; b < turns_b; b++)
+    for (int64_t h = 0; h < turns_h; h++)
+      run_heads(p, p.count * batches * heads, [&](int64_t i) {
+        return HeadPlace{i / (batches * heads), b + i / heads % batches, h + i % heads};
+      });
 }
 
 // A bias that is the same for all keys of a row moves the scores of that row alike, and P not at
@@ -339,6 +360,7 @@ void run_bias(const GradProblem& p, const Groups<AttentionGrad>& lse_grads, int6
 }
 
 void run_bias(const GradProblem& p) {
+  if (bias_is_added(p.groups[0], p.grads[0].grad_bias)) return;
   run_bias(p, p.grads, p.kernels.backward_scratch_bytes(p.groups[0]),
            [&](int64_t group, const BiasPlan& plan, int64_t owner, int64_t chunk, void* sums,
                void* scratch) {

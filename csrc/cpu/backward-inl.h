@@ -202,6 +202,39 @@ void store_bias_tile(const Attention& a, const AttentionGrad& g, int64_t b, int6
                      g.grad_bias.query);
 }
 
+// to[r][c] += tile[c][64 r]
+template <class X>
+void add_transposed(const typename X::T* tile, int64_t rows, int64_t columns, typename X::T* to,
+                    int64_t stride) {
+  constexpr int kLanes = X::kLanes;
+  for (int64_t r = 0; r < rows; r += kLanes)
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      const int64_t height = min_of(kLanes, rows - r), width = min_of(kLanes, columns - c);
+      typename X::V block[kLanes];
+      for (int i = 0; i < kLanes; i++)
+        block[i] = i < width ? X::load(tile + (c + i) * kRow + r) : X::zero();
+      X::transpose(block);
+      typename X::T* p = to + r * stride + c;
+      for (int i = 0; i < height; i++, p += stride) {
+        if (width == kLanes)
+          X::store(p, X::add(X::load(p), block[i]));
+        else
+          X::store(p, X::add(X::load(p, width), block[i]), width);
+      }
+    }
+}
+
+// Where heads share a bias and take turns: grad_bias is in the type of the sums.
+template <class K>
+void add_bias_tile(const AttentionGrad& g, int64_t b, int64_t h, int64_t q0, int64_t rows,
+                   int64_t k0, int64_t keys, const typename K::T* tile) {
+  const Pairs& bias = g.grad_bias;
+  add_transposed<typename K::X>(
+      tile, rows, keys,
+      (typename K::T*)bias.data + b * bias.batch + h * bias.head + q0 * bias.query + k0 * bias.key,
+      bias.query);
+}
+
 // P of empty rows is 1/Lk over all keys: dV += Z^T dO of those rows only.
 template <class K>
 void add_uniform_values(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
@@ -334,6 +367,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const int64_t ld = padded<K>(a.head_dim), ldv = padded<K>(a.value_dim);
   const int64_t group = a.heads / a.kv_heads, blocks = ceil_div(a.queries, kTile);
   const bool write_bias = g.grad_bias.data && bias_is_dense(a, g.grad_bias);
+  const bool add_bias = bias_is_added(a, g.grad_bias);
   const bool uniform = a.uniform_empty_rows && g.grad_value.data;
   for (int64_t r = 0; r < kRow; r++) w.one[r] = 1;
   if (uniform) {
@@ -398,6 +432,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
               a, g, b, h, q0, rows, k0, keys, rows_from(key_rows), rows_from(value_rows), w);
           if (visible == Visibility::kEmpty) continue;
           if (write_bias) store_bias_tile<K>(a, g, b, h, q0, rows, k0, keys, w.one, w.ds);
+          if (add_bias) add_bias_tile<K>(g, b, h, q0, rows, k0, keys, w.ds);
 
           const TilePlace<K> tile{query,
                                   grad_out,

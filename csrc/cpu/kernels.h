@@ -65,6 +65,18 @@ HOST_DEVICE bool bias_is_dense(const Attention& a, const Pairs& grad_bias) {
          (grad_bias.query || a.queries == 1) && (grad_bias.key || a.keys == 1);
 }
 
+// Whether the backward of first order adds dS to grad_bias itself, where a bias broadcasts over the
+// batch or the heads: if their sums are kept in grad_bias' own type, and those that do not share a
+// bias are tasks enough without counting a batch.
+HOST_DEVICE bool bias_is_added(const Attention& a, const Pairs& grad_bias) {
+  const bool own_type = a.dtype == DType::kFloat64
+                            ? !a.bias_is_float32
+                            : a.bias_is_float32 || a.dtype == DType::kFloat32;
+  const int64_t tasks = (grad_bias.head ? a.kv_heads : 1) * grad_ranges(a).count;
+  return grad_bias.data && !bias_is_dense(a, grad_bias) && own_type && tasks >= 8 &&
+         (grad_bias.query || a.queries == 1) && (grad_bias.key || a.keys == 1);
+}
+
 // A tile of the bias' gradient and the share of the sum over the broadcast dimensions that one task
 // adds up.
 struct BiasPlan {
