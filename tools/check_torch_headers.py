@@ -36,7 +36,7 @@ def unpack_headers(version: str, folder: Path) -> Path:
 
 def check(version: str) -> bool:
     compiler = toolchain.find_compiler()
-    files = toolchain.sources(ROOT, compiler.x86)
+    files = toolchain.sources(ROOT, compiler.x86) + sorted(ROOT.glob("csrc/cuda/*.cpp"))
     with tempfile.TemporaryDirectory() as folder:
         torch = unpack_headers(version, Path(folder))
 

@@ -37,8 +37,8 @@ Stream current_stream(const c10::Device& device) {
 
 // A limit of these kernels, not of the operators: problem.cpp does not know it.
 void check_width(const char* name, const Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.size(3) <= kMaxWidth, name, " must have at most ", kMaxWidth,
-                    " columns on CUDA, but has ", tensor.size(3), "; use the CPU for wider heads");
+  TORCH_CHECK_VALUE(tensor.size(-1) <= kMaxWidth, name, " must have at most ", kMaxWidth,
+                    " columns on CUDA, but has ", tensor.size(-1), "; use the CPU for wider heads");
 }
 
 void check_launch(const char* error) {
@@ -52,17 +52,21 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin) {
   const c10::DeviceGuard guard(query.device());
   std::vector<Tensor> keep;
-  Attention a = describe(
+  Groups<Attention> groups = describe(
       query, key, &value, mask, bias, key_lengths, seed,
       {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
   check_width("query", query);
   check_width("value", value);
-  const auto [out, lse, lse_low] = empty_forward(query, value);
-  a.out = rows_of(out, keep);
-  a.lse = lse.mutable_data_ptr();
-  a.lse_low = lse_low.mutable_data_ptr();
-  const Tensor scratch = at::empty({forward_scratch_bytes(a)}, query.options().dtype(at::kByte));
-  check_launch(forward(a, scratch.mutable_data_ptr(), current_stream(query.device())));
+  const Tensor out = empty_out(query, value), lse = empty_lse(query), lse_low = empty_lse(query);
+  set(groups, &Attention::out, out, keep);
+  set(groups, &Attention::lse, lse, keep);
+  set(groups, &Attention::lse_low, lse_low, keep);
+  // Groups run one after the other on the stream, so they may share what they work in.
+  const Tensor scratch =
+      at::empty({forward_scratch_bytes(groups[0])}, query.options().dtype(at::kByte));
+  const Stream stream = current_stream(query.device());
+  for (int64_t i = 0; i < group_count(query); i++)
+    check_launch(forward(groups[i], scratch.mutable_data_ptr(), stream));
   return {out, lse, lse_low};
 }
 

@@ -95,6 +95,7 @@ __global__ void LAUNCH_BOUNDS(kRowThreads)
     if (part[1] != 0 && part[0] > level) level = part[0];
   }
   // A part that has seen nothing has l = 0; -inf - -inf would be NaN.
+#pragma unroll 1
   for (int64_t p = 0; p < parts.count; p++) {
     const T* part = sums.rows + (first + p * a.queries) * 2;
     if (part[1] != 0) l += part[1] * Softmax<S>::power(part[0] - level);
@@ -103,6 +104,7 @@ __global__ void LAUNCH_BOUNDS(kRowThreads)
   S* out = (S*)a.out.data + b * a.out.batch + h * a.out.head + i * a.out.row;
   for (int64_t d = lane_id(); d < a.value_dim; d += kWarp) {
     T sum = 0;
+#pragma unroll 1
     for (int64_t p = 0; p < parts.count; p++) {
       const int64_t at = first + p * a.queries;
       if (sums.rows[at * 2 + 1] != 0)
@@ -114,9 +116,11 @@ __global__ void LAUNCH_BOUNDS(kRowThreads)
 }
 
 // With empty_rows="uniform" a row without any key has P = 1 / Lk over all of them. Such rows are
-// few: one warp takes the mean, its lanes along the width, 64 keys at a time.
+// few: one warp takes the mean, its lanes along the width, 64 keys at a time. `factor` is 1 / Lk,
+// and that of dropout.
 template <class S>
-__global__ void LAUNCH_BOUNDS(kRowThreads) uniform_rows_kernel(const GRID_CONSTANT Attention a) {
+__global__ void LAUNCH_BOUNDS(kRowThreads)
+    uniform_rows_kernel(const GRID_CONSTANT Attention a, typename Softmax<S>::T factor) {
   using T = typename Softmax<S>::T;
   const int64_t row = grid_row();
   const int64_t i = (int64_t)blockIdx.x * (kRowThreads / kWarp) + warp_id();
@@ -125,7 +129,6 @@ __global__ void LAUNCH_BOUNDS(kRowThreads) uniform_rows_kernel(const GRID_CONSTA
   const int64_t b = row / a.heads, h = row % a.heads;
   const S* value = (const S*)a.value.data + b * a.value.batch + kv_head(a, h) * a.value.head;
   S* out = (S*)a.out.data + b * a.out.batch + h * a.out.head + i * a.out.row;
-  const T factor = (T)a.dropout.keep_scale / (T)a.keys;
   for (int64_t d0 = 0; d0 < a.value_dim; d0 += kWarp) {
     const int64_t d = d0 + lane_id();
     T total = 0;
@@ -151,7 +154,8 @@ const char* finish_rows(const Attention& a, const PartialSums<T>& sums, const Ke
   if (parts.count > 1)
     error = launch(combine_kernel<S, T>, grid, kRowThreads, 0, stream, a, sums, parts);
   if (!error && a.uniform_empty_rows && a.keys > 0)
-    error = launch(uniform_rows_kernel<S>, grid, kRowThreads, 0, stream, a);
+    error = launch(uniform_rows_kernel<S>, grid, kRowThreads, 0, stream, a,
+                   (T)(a.dropout.keep_scale / (double)a.keys));
   return error;
 }
 

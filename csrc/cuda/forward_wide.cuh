@@ -101,7 +101,7 @@ DEVICE void wide_scores(const Attention& a, const Place& place, int64_t k0,
                                              a.head_dim);
     sync_block();
     T piece[4][4] = {};
-#pragma unroll 2
+#pragma unroll 1
     for (int d = 0; d < F::kPiece; d += F::kVector) {
       Vector<T> q[4], k[4];
 #pragma unroll
@@ -182,7 +182,7 @@ DEVICE void wide_values(const Attention& a, const Place& place, int64_t k0, bool
     const bool finite = load_tile<T, 64, F::kTileStride>(F::kValue, a.value, place.b, place.kv, k0,
                                                          a.keys, c * 64, a.value_dim);
     const bool select = sync_block_or(!finite) && partial;
-#pragma unroll 2
+#pragma unroll 1
     for (int n = 0; n < F::kKeys; n += F::kVector) {
       Vector<T> p[4], v[4];  // v: vector f of the row of key n + e stands in v[f + e 4 / kVector]
 #pragma unroll

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 import shlex
 import subprocess
@@ -243,9 +244,34 @@ def attention_forward(
     seed: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """mha_ext::attention_forward on the emulator."""
-    described = Described(query, key, value, mask, bias, key_lengths, seed, options)
-    return library().forward(described)
+    """mha_ext::attention_forward on the emulator; groups (leading dimensions) one by one."""
+    shape, kind = query.shape[:-4], torch.float64 if query.dtype == torch.float64 else torch.float32
+    sizes = (*query.shape[:-3], query.shape[-2], query.shape[-3], value.shape[-1])
+    out = query.new_full(sizes, torch.nan).transpose(-3, -2)
+    lse = query.new_full(query.shape[:-1], torch.nan, dtype=kind)
+    lse_low = torch.full_like(lse, torch.nan)
+
+    def of_group(tensor: Tensor | None, group: tuple[int, ...], own: int) -> Tensor | None:
+        if tensor is None or tensor.dim() <= own:
+            return tensor  # shared
+        places = (i if size > 1 else 0 for i, size in zip(group, tensor.shape, strict=False))
+        return tensor[tuple(places)]
+
+    for group in itertools.product(*map(range, shape)):
+        described = Described(
+            query[group],
+            key[group],
+            value[group],
+            of_group(mask, group, 4),
+            of_group(bias, group, 4),
+            of_group(key_lengths, group, 1),
+            of_group(seed, group, 1),
+            options,
+        )
+        results = library().forward(described)
+        for to, result in zip((out, lse, lse_low), results, strict=True):
+            to[group].copy_(result)
+    return out, lse, lse_low
 
 
 @contextmanager
