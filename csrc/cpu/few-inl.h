@@ -127,7 +127,7 @@ void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++) sum[r][i] = X::load(out + r * ld + i * K::kLanes);
   for (int64_t n = 0; n < keys; n++) {
-    next.ask(n, 1);
+    if constexpr (kRows > 1) next.ask(n, 1);
     typename X::V v[kVectors];
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++)

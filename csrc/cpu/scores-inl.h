@@ -107,7 +107,7 @@ void few_scores(const typename K::S* key, int64_t stride, int64_t keys, int64_t 
   constexpr int kKeys = K::kLanes / kRows;
   int64_t n = 0;
   for (; n + kKeys <= keys; n += kKeys) {
-    next.ask(n, kKeys);
+    if constexpr (kRows > 1) next.ask(n, kKeys);
     few_scores_block<K, kRows, true>(key + n * stride, stride, kKeys, columns, query, ld, s + n);
   }
   if (n < keys)
