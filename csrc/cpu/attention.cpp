@@ -82,13 +82,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
         });
     return {out, lse, lse_low};
   }
-  // Blocks done together share what they pack of K and V; no more of them than leaves every thread
-  // a few tasks, and one where its ranges may be tasks. A row's result does not depend on that.
-  const bool in_place = a.key.row == a.head_dim && a.value.row == a.value_dim &&
-                        (a.dtype == DType::kFloat32 || a.dtype == DType::kFloat64);
+  // Blocks done together share what they read and pack of K and V; no more of them than leaves
+  // every thread a few tasks, and one where its ranges may be tasks. A row's result does not depend
+  // on that.
   const int64_t blocks = count * a.batch * a.heads * query_blocks(a);
-  const int64_t together = std::clamp<int64_t>(blocks / (4 * at::get_num_threads()), 1,
-                                               in_place || ranges > 1 ? 1 : kernels.group);
+  const int64_t together =
+      std::clamp<int64_t>(blocks / (4 * at::get_num_threads()), 1, ranges > 1 ? 1 : kernels.group);
   const int64_t parts = ceil_div(query_blocks(a), together);
   const int64_t jobs = a.batch * a.heads * parts;
   const auto place = [&](int64_t index, const auto& run) {

@@ -11,6 +11,7 @@ struct QueryBlock {
   typename K::T *out, *m, *l;
   int64_t q0, rows, vectors;
   Range seen;
+  bool packed;   // query holds it
   bool started;  // has met a tile: before that, out holds nothing
 };
 
@@ -33,6 +34,7 @@ struct ForwardScratch {
   uint64_t *bits, *keep;
   typename K::S* clean;
   char* sums;  // states of the blocks over the ranges of keys that are done
+  Ahead ahead;
 
   ForwardScratch(const Attention& a, Arena& arena) {
     for (int64_t i = 0; i < min_of(kGroup, max_of(1, ceil_div(a.queries, kTile))); i++) {
@@ -60,55 +62,69 @@ struct ForwardScratch {
 };
 
 // One tile of scores: raises m, rescales l and the output where m grew by more than e^5.5, S -> P,
-// adds P to l.
-template <class K>
-void softmax_tile(int64_t keys, int64_t vectors, typename K::T* s, typename K::T* m,
-                  typename K::T* l, typename K::T* out, int64_t value_dim) {
+// adds P to l. For NV vectors of queries:
+template <class K, int NV>
+void softmax_lanes(int64_t keys, typename K::T* s, typename K::T* m, typename K::T* l,
+                   typename K::T* out, int64_t value_dim) {
   using X = typename K::X;
   using V = typename X::V;
   const V lowest = X::set(-(typename K::T)INFINITY), slack = X::set((typename K::T)5.5);
-  for (int64_t i = 0; i < vectors; i++) {
-    typename K::T* column = s + i * K::kLanes;
-    V top0 = lowest, top1 = lowest, top2 = lowest, top3 = lowest;
-    int64_t n = 0;
-    for (; n + 4 <= keys; n += 4) {
-      top0 = X::max(X::load(column + n * kRow), top0);
-      top1 = X::max(X::load(column + (n + 1) * kRow), top1);
-      top2 = X::max(X::load(column + (n + 2) * kRow), top2);
-      top3 = X::max(X::load(column + (n + 3) * kRow), top3);
+  V level[NV], sum[2][NV];  // of even and of odd keys: shorter chains round less
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++) level[i] = sum[0][i] = lowest;
+  int64_t n = 0;
+  for (; n + 2 <= keys; n += 2)
+#pragma GCC unroll 4
+    for (int i = 0; i < NV; i++) {
+      level[i] = X::max(X::load(s + n * kRow + i * K::kLanes), level[i]);
+      sum[0][i] = X::max(X::load(s + (n + 1) * kRow + i * K::kLanes), sum[0][i]);
     }
-    for (; n < keys; n++) top0 = X::max(X::load(column + n * kRow), top0);
-    const V top = X::max(X::max(top0, top1), X::max(top2, top3));
-    const V old = X::load(m + i * K::kLanes);
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++) {
+    if (n < keys) level[i] = X::max(X::load(s + n * kRow + i * K::kLanes), level[i]);
+    const V top = X::max(level[i], sum[0][i]), old = X::load(m + i * K::kLanes);
     const typename X::M grows = X::gt(top, X::add(old, slack));
-    V level = X::select(grows, top, old);
+    level[i] = X::select(grows, top, old);
     if (X::bits(grows)) {
-      X::store(m + i * K::kLanes, level);
-      const V factor = X::select(grows, exp_of<X>(X::sub(old, level)), X::set(1));
+      X::store(m + i * K::kLanes, level[i]);
+      const V factor = X::select(grows, exp_of<X>(X::sub(old, level[i])), X::set(1));
       X::store(l + i * K::kLanes, X::mul(factor, X::load(l + i * K::kLanes)));
       typename K::T* o = out + i * K::kLanes;
       for (int64_t d = 0; d < value_dim; d++)
         X::store(o + d * kRow, X::mul(factor, X::load(o + d * kRow)));
     }
     // A row that has seen nothing yet: -inf - -inf would be NaN.
-    level = X::select(X::eq(level, lowest), X::zero(), level);
-    V sum0 = X::zero(), sum1 = X::zero();
-    n = 0;
-    for (; n + 2 <= keys; n += 2) {
-      const V p0 = exp_of<X>(X::sub(X::load(column + n * kRow), level));
-      const V p1 = exp_of<X>(X::sub(X::load(column + (n + 1) * kRow), level));
-      X::store(column + n * kRow, p0);
-      X::store(column + (n + 1) * kRow, p1);
-      sum0 = X::add(sum0, p0);
-      sum1 = X::add(sum1, p1);
-    }
-    if (n < keys) {
-      const V p = exp_of<X>(X::sub(X::load(column + n * kRow), level));
-      X::store(column + n * kRow, p);
-      sum0 = X::add(sum0, p);
-    }
-    X::store(l + i * K::kLanes, X::add(X::load(l + i * K::kLanes), X::add(sum0, sum1)));
+    level[i] = X::select(X::eq(level[i], lowest), X::zero(), level[i]);
+    sum[0][i] = sum[1][i] = X::zero();
   }
+  const auto exponentials = [&](int64_t key, V* to) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int i = 0; i < NV; i++) {
+      typename K::T* p = s + key * kRow + i * K::kLanes;
+      const V e = exp_of<X>(X::sub(X::load(p), level[i]));
+      X::store(p, e);
+      to[i] = X::add(to[i], e);
+    }
+  };
+  for (n = 0; n + 2 <= keys; n += 2) {
+    exponentials(n, sum[0]);
+    exponentials(n + 1, sum[1]);
+  }
+  if (n < keys) exponentials(n, sum[0]);
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++)
+    X::store(l + i * K::kLanes, X::add(X::load(l + i * K::kLanes), X::add(sum[0][i], sum[1][i])));
+}
+
+template <class K>
+void softmax_tile(int64_t keys, int64_t vectors, typename K::T* s, typename K::T* m,
+                  typename K::T* l, typename K::T* out, int64_t value_dim) {
+  constexpr int kMost = K::X::kRegisters == 32 ? 4 : 2;
+  int64_t lane = 0;
+  for (; vectors >= kMost; vectors -= kMost, lane += kMost * K::kLanes)
+    softmax_lanes<K, kMost>(keys, s + lane, m + lane, l + lane, out + lane, value_dim);
+  for (; vectors > 0; vectors--, lane += K::kLanes)
+    softmax_lanes<K, 1>(keys, s + lane, m + lane, l + lane, out + lane, value_dim);
 }
 
 // tile[key][64 r] = bit ? tile : otherwise
@@ -124,15 +140,14 @@ void select_tile(const uint64_t* bits, int64_t keys, int64_t vectors, typename K
     }
 }
 
-// out[d][64 r] += P V for the P in w.s, or out = P V where the block has not started.
+// out[d][64 r] += P V for the P in w.s, or out = P V where the block has not started. Dirty: V is
+// not finite, and the tile is partial.
 template <class K>
 void add_values(const Attention& a, const typename K::S* value, Operand columns, int64_t vectors,
-                int64_t keys, bool partial, bool started, ForwardScratch<K>& w,
-                typename K::T* out) {
+                int64_t keys, bool dirty, bool started, ForwardScratch<K>& w, typename K::T* out) {
   using X = typename K::X;
   using Dot = typename K::Dot;
   const int64_t width = a.value_dim, units = units_of<K>(keys);
-  const bool dirty = partial && !all_finite<K>(value, a.value.row, keys, width);
   if (dirty) {
     clean_copy<K>(value, a.value.row, keys, width, w.clean);
     columns = columns_operand<K>(w.clean, width, keys, width, w.value);
@@ -140,14 +155,38 @@ void add_values(const Attention& a, const typename K::S* value, Operand columns,
   const typename K::Unit* p = tile_vectors<K>(w.s, keys, vectors, w.pairs);
   if (started)
     product<X, Dot, Contiguous::kAlongM, Update::kAdd>(columns, width, units, p, kRow, vectors, out,
-                                                       kRow);
+                                                       kRow, &w.ahead);
   else
     product<X, Dot, Contiguous::kAlongM, Update::kStore>(columns, width, units, p, kRow, vectors,
-                                                         out, kRow);
+                                                         out, kRow, &w.ahead);
   if (dirty) {
     add_nonfinite_lanes<K>(w.s, w.bits, value, a.value.row, keys, width, out);
     columns_operand<K>(value, a.value.row, keys, width, w.value);  // as the other blocks want it
   }
+}
+
+// Asks for rows [first, first + 64) of a head, to be there when their turn comes.
+template <class K>
+void ask_rows(const Rows& t, int64_t b, int64_t h, int64_t first, int64_t last, int64_t width,
+              Ahead& ahead) {
+  constexpr int64_t kItem = sizeof(typename K::S);
+  ahead.add(row_of<K>(t, b, h, first), t.row * kItem, width * kItem, min_of(kTile, last - first));
+}
+template <class K>
+void ask_keys(const Attention& a, int64_t b, int64_t h, int64_t first, bool with_values,
+              Ahead& ahead) {
+  ask_rows<K>(a.key, b, kv_head(a, h), first, a.keys, a.head_dim, ahead);
+  if (with_values) ask_rows<K>(a.value, b, kv_head(a, h), first, a.keys, a.value_dim, ahead);
+}
+// The next head is what this thread will most likely work on next.
+template <class K>
+void ask_next_head(const Attention& a, int64_t b, int64_t h, bool with_values, Ahead& ahead) {
+  if (++h == a.heads) {
+    h = 0;
+    if (++b == a.batch) return;
+  }
+  ask_rows<K>(a.query, b, h, 0, a.queries, a.head_dim, ahead);
+  ask_keys<K>(a, b, h, 0, with_values, ahead);
 }
 
 // m, l and (with_values) the unnormalised output of queries [q0, q0 + rows), up to kGroup blocks,
@@ -164,7 +203,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     q.q0 = q0 + i * kTile;
     q.rows = min_of(kTile, q0 + rows - q.q0);
     q.vectors = vectors_of<K>(q.rows);
-    q.started = false;
+    q.started = q.packed = false;
     q.seen = seen_by_any(a, b, q.q0, q.q0 + q.rows - 1);
     if (q.seen.begin < q.seen.end)
       seen = {min_of(seen.begin, q.seen.begin), max_of(seen.end, q.seen.end)};
@@ -172,35 +211,50 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       q.m[r] = -(T)INFINITY;
       q.l[r] = 0;
     }
-    pack_query<K>(a, b, h, q.q0, q.rows, q.query);
   }
   seen = {max_of(seen.begin / kTile * kTile, range.begin), min_of(seen.end, range.end)};
   for (int64_t k0 = seen.begin; k0 < seen.end; k0 += kTile) {
     const int64_t keys = min_of(kTile, a.keys - k0);
     const typename K::S* value = row_of<K>(a.value, b, kv, k0);
     Operand key_rows, value_columns;
-    bool packed = false;
+    bool packed = false, checked = false, finite = true;
     for (int64_t i = 0; i < count; i++) {
       QueryBlock<K>& q = w.blocks[i];
-      Visibility visible = tile_visibility(a, b, h, q.q0, q.rows, k0, keys, w.bits);
+      Visibility visible =
+          tile_visibility<typename K::X::U::Bytes>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
       if (visible == Visibility::kEmpty) continue;
+      if (!q.packed) {
+        pack_query<K>(a, b, h, q.q0, q.rows, q.query);
+        q.packed = true;
+        if (i + 1 < count) ask_rows<K>(a.query, b, h, q.q0 + kTile, q0 + rows, a.head_dim, w.ahead);
+      }
       if (!packed) {
         key_rows = rows_operand<K>(row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, w.key);
         if (with_values)
           value_columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value);
         packed = true;
+        if (k0 + kTile < seen.end) ask_keys<K>(a, b, h, k0 + kTile, with_values, w.ahead);
+      }
+      if (k0 + kTile >= q.seen.end) {
+        if (with_values) ask_rows<K>(a.out, b, h, q.q0, q0 + rows, a.value_dim, w.ahead);
+        if (q0 == 0 && i + 1 == count) ask_next_head<K>(a, b, h, with_values, w.ahead);
       }
       visible = scores<K>(a, b, h, q.q0, q.rows, k0, keys, q.query, key_rows, visible, w.bits, w.s,
-                          w.extra);
+                          w.extra, &w.ahead);
       const bool partial = visible == Visibility::kPartial;
       if (partial) select_tile<K>(w.bits, keys, q.vectors, -(T)INFINITY, w.s);
       softmax_tile<K>(keys, q.vectors, w.s, q.m, q.l, q.out, q.started ? value_dim : 0);
       if (!with_values) continue;
+      if (partial && !checked) {
+        finite = all_finite<K>(value, a.value.row, keys, a.value_dim);
+        checked = true;
+      }
       if (a.dropout.seed) {
         dropout_tile<K>(a, b, h, q.q0, q.rows, k0, keys, w.keep);
         select_tile<K>(w.keep, keys, q.vectors, 0, w.s);
       }
-      add_values<K>(a, value, value_columns, q.vectors, keys, partial, q.started, w, q.out);
+      add_values<K>(a, value, value_columns, q.vectors, keys, partial && !finite, q.started, w,
+                    q.out);
       q.started = true;
     }
   }
@@ -232,14 +286,8 @@ void finish_block(const Attention& a, int64_t b, int64_t h, QueryBlock<K>& q,
   const int64_t at = (b * a.heads + h) * a.queries + q.q0, width = a.value_dim * kRow;
   T *lse = (T*)a.lse + at, *lse_low = (T*)a.lse_low + at;
   uint64_t empty = 0;
-  for (int64_t r = 0; r < q.rows; r++) {
-    lse[r] = -(T)INFINITY;
-    lse_low[r] = 0;
-    if (q.l[r] == 0)
-      empty |= 1ull << r;
-    else
-      add_log(q.m[r], q.l[r], lse + r, lse_low + r);
-  }
+  add_logs(q.rows, q.m, q.l, -(T)INFINITY, lse, lse_low);
+  for (int64_t r = 0; r < q.rows; r++) empty |= (uint64_t)(q.l[r] == 0) << r;
   if (!q.started) __builtin_memset(q.out, 0, (size_t)width * sizeof(T));
   for (int64_t r = 0; r < kRow; r++) q.l[r] = r < q.rows && q.l[r] != 0 ? kept / q.l[r] : 0;
   if (empty && a.uniform_empty_rows) {
@@ -409,11 +457,7 @@ void weights(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
     row_levels<K>(a, b, h, q0, rows, high, low);
   } else {
     scan_keys<K>(a, b, h, q0, rows, {0, a.keys}, false, w);
-    for (int64_t r = 0; r < kRow; r++) {
-      high[r] = (T)INFINITY;
-      low[r] = 0;
-      if (q.l[r] != 0) add_log(q.m[r], q.l[r], high + r, low + r);
-    }
+    add_logs(kRow, q.m, q.l, (T)INFINITY, high, low);
   }
   uint64_t empty = 0;
   for (int64_t r = 0; r < rows; r++) empty |= (uint64_t)(high[r] == (T)INFINITY) << r;

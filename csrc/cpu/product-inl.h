@@ -10,6 +10,35 @@ struct Operand {  // A(m, t) at data + m * m_stride + t * t_stride, strides in b
   int64_t m_stride, t_stride;
 };
 
+// Memory that will be wanted soon. Asked for at once it would fill the few buffers that wait for
+// lines and hold up everything else; so products ask for some lines whenever they finish some rows.
+class Ahead {
+ public:
+  // `rows` rows of `bytes` bytes, `stride` bytes apart; forgotten where many are waiting.
+  void add(const void* first, int64_t stride, int64_t bytes, int64_t rows) {
+    if (end_ - begin_ < kMost) pieces_[end_++ % kMost] = {(const char*)first, stride, bytes, rows};
+  }
+  void ask() {
+    for (int64_t lines = 0; lines < kLines && begin_ != end_;) {
+      Piece& piece = pieces_[begin_ % kMost];
+      for (int64_t at = 0; at < piece.bytes; at += kLine, lines++)
+        __builtin_prefetch(piece.row + at, 0, 2);
+      piece.row += piece.stride;
+      if (--piece.rows <= 0) begin_++;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64, kLines = 16;
+  static constexpr unsigned kMost = 8;
+  struct Piece {
+    const char* row;
+    int64_t stride, bytes, rows;
+  };
+  Piece pieces_[kMost];
+  unsigned begin_ = 0, end_ = 0;
+};
+
 template <class X>
 struct Multiply {
   using Unit = typename X::T;
@@ -72,7 +101,7 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC>
 template <class X, class Dot, int NV, Contiguous kA, Update kC>
 __attribute__((noinline)) void panel(Operand a, int64_t rows, int64_t count,
                                      const typename Dot::Unit* x, int64_t ldx, typename X::T* c,
-                                     int64_t ldc) {
+                                     int64_t ldc, Ahead* ahead) {
   constexpr int kMost = X::kRegisters == 32 ? (NV == 4 ? 6 : NV == 3 ? 8 : 12) : (NV == 2 ? 6 : 12);
   const int64_t m_stride = kA == Contiguous::kAlongM ? (int64_t)sizeof(*x) : a.m_stride;
   const auto at_a_time = [&]<int kRows>() __attribute__((always_inline)) {
@@ -81,6 +110,7 @@ __attribute__((noinline)) void panel(Operand a, int64_t rows, int64_t count,
       a.data += kRows * m_stride;
       c += kRows * ldc;
       rows -= kRows;
+      if (ahead) ahead->ask();
     }
   };
   if constexpr (NV == 1 && kA == Contiguous::kAlongT) {
@@ -107,25 +137,25 @@ __attribute__((noinline)) void panel(Operand a, int64_t rows, int64_t count,
 
 template <class X, class Dot, Contiguous kA, Update kC>
 void product_vectors(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x,
-                     int64_t ldx, int64_t vectors, typename X::T* c, int64_t ldc) {
+                     int64_t ldx, int64_t vectors, typename X::T* c, int64_t ldc, Ahead* ahead) {
   if constexpr (X::kRegisters == 32) {
     for (; vectors >= 4; vectors -= 4, x += 4 * X::kLanes, c += 4 * X::kLanes)
-      panel<X, Dot, 4, kA, kC>(a, rows, count, x, ldx, c, ldc);
-    if (vectors == 3) return panel<X, Dot, 3, kA, kC>(a, rows, count, x, ldx, c, ldc);
+      panel<X, Dot, 4, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead);
+    if (vectors == 3) return panel<X, Dot, 3, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead);
   }
   for (; vectors >= 2; vectors -= 2, x += 2 * X::kLanes, c += 2 * X::kLanes)
-    panel<X, Dot, 2, kA, kC>(a, rows, count, x, ldx, c, ldc);
-  if (vectors) panel<X, Dot, 1, kA, kC>(a, rows, count, x, ldx, c, ldc);
+    panel<X, Dot, 2, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead);
+  if (vectors) panel<X, Dot, 1, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead);
 }
 
 // C[0:rows, 0:vectors * lanes], `count` units along t.
 template <class X, class Dot, Contiguous kA, Update kC>
 void product(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x, int64_t ldx,
-             int64_t vectors, typename X::T* c, int64_t ldc) {
+             int64_t vectors, typename X::T* c, int64_t ldc, Ahead* ahead = nullptr) {
   if constexpr (Dot::kRowBlock > 1)  // a matrix unit does whole tiles
     Dot::template product<kC>(a, rows, count, x, ldx, vectors, c, ldc);
   else
-    product_vectors<X, Dot, kA, kC>(a, rows, count, x, ldx, vectors, c, ldc);
+    product_vectors<X, Dot, kA, kC>(a, rows, count, x, ldx, vectors, c, ldc, ahead);
 }
 
 // `count` rounds of independent multiply-adds on registers only: the ceiling of this instruction.

@@ -109,7 +109,8 @@ void add_log(T m, T l, T* high, T* low) {
 // e^x = 2^n e^r with n = round(x log2 e), |r| <= ln(2) / 2. The polynomials minimise the largest
 // relative error of e^r (9.5e-8 for float with e^0 = 1 exactly, 4e-18 for double). `magic` rounds n
 // to an integer whose low bits are n + the exponent bias, so that a shift makes 2^n; from `lowest`
-// down that is exactly 0.
+// down that is exactly 0. `power_coefficient` is for 2^r, 0 <= r < 1, in the same way (8.2e-8): for
+// vectors that have instructions for the two parts of a power.
 template <class T>
 struct Exp;
 template <>
@@ -120,6 +121,8 @@ struct Exp<float> {
   static constexpr int degree = 5;
   static constexpr float coefficient[] = {1.0f,         0.999999707f,  0.499991492f,
                                           0.166676366f, 0.0418979754f, 0.00829030616f};
+  static constexpr float power_coefficient[] = {1.0f,          0.693151312f,   0.24016445f,
+                                                0.0557999131f, 0.00901703028f, 0.00186713008f};
 };
 template <>
 struct Exp<double> {

@@ -20,26 +20,25 @@ void scale_tile(typename K::T factor, int64_t keys, int64_t vectors, typename K:
 template <class K>
 void pack_query(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
                 typename K::Unit* to) {
-  pack_lanes<K>(row_of<K>(a.query, b, h, q0), a.query.row, rows, a.head_dim, to);
-  if constexpr (!K::kPairs)
-    scale_tile<K>((typename K::T)a.scale, a.head_dim, vectors_of<K>(rows), to);
+  pack_lanes<K, !K::kPairs>(row_of<K>(a.query, b, h, q0), a.query.row, rows, a.head_dim, to,
+                            (typename K::T)a.scale);
 }
 
 // tile[key][64 queries] = sum_d rows[key][d] lanes[d][query]. A long sum is cut in pieces of 128
 // that are added at the end: rounding errors grow with the length of a chain.
 template <class K>
 void score_product(Operand rows, int64_t keys, int64_t columns, const typename K::Unit* lanes,
-                   int64_t vectors, typename K::T* tile) {
+                   int64_t vectors, typename K::T* tile, Ahead* ahead = nullptr) {
   using X = typename K::X;
   using Dot = typename K::Dot;
   constexpr int64_t kPiece = 128 / Dot::kStep;
   const int64_t units = units_of<K>(columns);
   product<X, Dot, Contiguous::kAlongT, Update::kStore>(rows, keys, min_of(units, kPiece), lanes,
-                                                       kRow, vectors, tile, kRow);
+                                                       kRow, vectors, tile, kRow, ahead);
   for (int64_t t = kPiece; t < units; t += kPiece) {
     const Operand piece{rows.data + t * rows.t_stride, rows.m_stride, rows.t_stride};
     product<X, Dot, Contiguous::kAlongT, Update::kAddSum>(
-        piece, keys, min_of(units - t, kPiece), lanes + t * kRow, kRow, vectors, tile, kRow);
+        piece, keys, min_of(units - t, kPiece), lanes + t * kRow, kRow, vectors, tile, kRow, ahead);
   }
 }
 
@@ -146,13 +145,14 @@ void few_scores_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64
 template <class K>
 Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
                   int64_t keys, const typename K::Unit* query_lanes, Operand key_rows,
-                  Visibility visible, uint64_t* bits, typename K::T* s, typename K::T* scratch) {
+                  Visibility visible, uint64_t* bits, typename K::T* s, typename K::T* scratch,
+                  Ahead* ahead = nullptr) {
   using X = typename K::X;
   const int64_t vectors = vectors_of<K>(rows);
   if (a.queries <= kFewQueries) {
     few_scores_tile<K>(a, b, h, q0, rows, k0, keys, s);
   } else {
-    score_product<K>(key_rows, keys, a.head_dim, query_lanes, vectors, s);
+    score_product<K>(key_rows, keys, a.head_dim, query_lanes, vectors, s, ahead);
     if constexpr (K::kPairs) scale_tile<K>((typename K::T)a.scale, keys, vectors, s);
   }
   if (!a.bias.data) return visible;

@@ -65,6 +65,13 @@ typename K::S* row_of(const Rows& t, int64_t b, int64_t h, int64_t row) {
 template <class X>
 typename X::V exp_of(typename X::V x) {
   using E = Exp<typename X::T>;
+  if constexpr (X::kPowers) {  // four instructions less; a large |x| costs the error of t
+    const typename X::V t = X::mul(x, X::set(E::log2e)), r = X::above_floor(t);
+    typename X::V p = X::set(E::power_coefficient[E::degree]);
+#pragma GCC unroll 12
+    for (int i = E::degree - 1; i >= 0; i--) p = X::fma(p, r, X::set(E::power_coefficient[i]));
+    return X::times_power_of_floor(p, t);
+  }
   x = X::max(X::set(E::lowest), x);  // NaN stays NaN
   const typename X::V magic = X::set(E::magic), n = X::fma(x, X::set(E::log2e), magic);
   const typename X::V whole = X::sub(n, magic);
@@ -76,11 +83,27 @@ typename X::V exp_of(typename X::V x) {
   return X::mul(p, X::power_of_two(n));
 }
 
-// to[c][64 r] = from[r][c], zero in the lanes past `rows` (up to whole vectors).
+// block[c] = column c of kLanes rows.
 template <class X, class From>
+[[gnu::always_inline]] inline void load_columns(const From* from, int64_t stride,
+                                                typename X::V (&block)[X::kLanes]) {
+  if constexpr (sizeof(From) == sizeof(typename X::T)) {
+    X::load_columns(from, stride, block);
+  } else {
+#pragma GCC unroll 16
+    for (int i = 0; i < X::kLanes; i++) block[i] = X::load(from + i * stride);
+    X::transpose(block);
+  }
+}
+
+// to[c][64 r] = from[r][c], zero in the lanes past `rows` (up to whole vectors). With kScale times
+// factor.
+template <class X, bool kScale, class From>
 void transpose_in(const From* from, int64_t stride, int64_t rows, int64_t columns,
-                  typename X::T* to) {
+                  typename X::T factor, typename X::T* to) {
   constexpr int kLanes = X::kLanes;
+  const typename X::V f = X::set(factor);
+  const auto scaled = [&](typename X::V v) { return kScale ? X::mul(f, v) : v; };
   for (int64_t r = 0; r < rows; r += kLanes) {
     const int64_t height = min_of(kLanes, rows - r);
     for (int64_t c = 0; c < columns; c += kLanes) {
@@ -88,23 +111,24 @@ void transpose_in(const From* from, int64_t stride, int64_t rows, int64_t column
       const From* p = from + r * stride + c;
       typename X::V block[kLanes];
       if (height == kLanes && width == kLanes) {
+        load_columns<X>(p, stride, block);
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++) block[i] = X::load(p + i * stride);
-      } else {
-        for (int i = 0; i < kLanes; i++)
-          block[i] = i >= height       ? X::zero()
-                     : width == kLanes ? X::load(p + i * stride)
-                                       : X::load(p + i * stride, width);
+        for (int i = 0; i < kLanes; i++) X::store(to + (c + i) * kRow + r, scaled(block[i]));
+        continue;
       }
+      for (int i = 0; i < kLanes; i++)
+        block[i] = i >= height       ? X::zero()
+                   : width == kLanes ? X::load(p + i * stride)
+                                     : X::load(p + i * stride, width);
       X::transpose(block);
-      if (width == kLanes) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++) X::store(to + (c + i) * kRow + r, block[i]);
-      } else {
-        for (int i = 0; i < width; i++) X::store(to + (c + i) * kRow + r, block[i]);
-      }
+      for (int i = 0; i < width; i++) X::store(to + (c + i) * kRow + r, scaled(block[i]));
     }
   }
+}
+template <class X, class From>
+void transpose_in(const From* from, int64_t stride, int64_t rows, int64_t columns,
+                  typename X::T* to) {
+  transpose_in<X, false>(from, stride, rows, columns, 1, to);
 }
 
 // to[r][c] = factor[r] * from[c][64 r]
@@ -114,19 +138,26 @@ void transpose_out(const typename X::T* from, const typename X::T* factor, int64
   constexpr int kLanes = X::kLanes;
   for (int64_t r = 0; r < rows; r += kLanes) {
     const int64_t height = min_of(kLanes, rows - r);
-    const typename X::V f = X::load(factor + r);
     for (int64_t c = 0; c < columns; c += kLanes) {
       const int64_t width = min_of(kLanes, columns - c);
       typename X::V block[kLanes];
-      for (int i = 0; i < kLanes; i++)
-        block[i] = i < width ? X::mul(f, X::load(from + (c + i) * kRow + r)) : X::zero();
-      X::transpose(block);
       To* p = to + r * stride + c;
+      if (height == kLanes && width == kLanes) {
+        load_columns<X>(from + c * kRow + r, kRow, block);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++)
+          X::store(p + i * stride, X::mul(X::set(factor[r + i]), block[i]));
+        continue;
+      }
+      for (int i = 0; i < kLanes; i++)
+        block[i] = i < width ? X::load(from + (c + i) * kRow + r) : X::zero();
+      X::transpose(block);
       for (int i = 0; i < height; i++) {
+        const typename X::V v = X::mul(X::set(factor[r + i]), block[i]);
         if (width == kLanes)
-          X::store(p + i * stride, block[i]);
+          X::store(p + i * stride, v);
         else
-          X::store(p + i * stride, block[i], width);
+          X::store(p + i * stride, v, width);
       }
     }
   }
@@ -147,11 +178,11 @@ void scale_out(const typename X::T* from, int64_t ld, typename X::T factor, int6
 }
 
 // Query-like rows as vectors along t = column: [units of columns][64 rows].
-template <class K>
+template <class K, bool kScale = false>
 void pack_lanes(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns,
-                typename K::Unit* to) {
+                typename K::Unit* to, typename K::T factor = 1) {
   if constexpr (!K::kPairs) {
-    transpose_in<typename K::X>(from, stride, rows, columns, to);
+    transpose_in<typename K::X, kScale>(from, stride, rows, columns, factor, to);
   } else {
     using F = typename K::X;  // pairs of bfloat16 move as if they were floats
     const int64_t even = columns / 2;
@@ -179,6 +210,7 @@ void pack_rows(const typename K::S* from, int64_t stride, int64_t rows, int64_t 
   if constexpr (!K::kPairs) {
     for (int64_t r = 0; r < rows; r++) {
       int64_t c = 0;
+#pragma GCC unroll 4
       for (; c + K::kLanes <= columns; c += K::kLanes)
         X::store(to + r * ld + c, X::load(from + r * stride + c));
       if (c < columns) X::store(to + r * ld + c, X::load(from + r * stride + c, columns - c));

@@ -3,7 +3,17 @@
 namespace mha_ext::cpu {
 namespace {
 
+struct Bytes64 {  // for tile_visibility
+  static constexpr bool kWhole = true;
+  static uint32_t zero(const char* p) {
+    const __m256i x = _mm256_loadu_si256((const __m256i*)p);
+    return (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(x, _mm256_setzero_si256()));
+  }
+  static uint64_t nonzero(const char* p) { return ~((uint64_t)zero(p + 32) << 32 | zero(p)); }
+};
+
 struct U32x8 {
+  using Bytes = Bytes64;
   __m256i v;
   static constexpr int kLanes = 8;
   static U32x8 set(uint32_t x) { return {_mm256_set1_epi32((int)x)}; }
@@ -54,6 +64,7 @@ struct F32x8 {
   }
   static uint64_t bits(M m) { return (uint64_t)_mm256_movemask_ps(m); }
   static V select(M m, V a, V b) { return _mm256_blendv_ps(b, a, m); }
+  static constexpr bool kPowers = false;
   static V power_of_two(V magic) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(magic), 23));
   }
@@ -94,6 +105,25 @@ struct F32x8 {
     store_part(p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), n);
   }
 
+  // r[c] = column c of 8 rows; the halves find their places while they are loaded.
+  static void load_columns(const float* p, int64_t stride, V (&r)[8]) {
+#pragma GCC unroll 2
+    for (int c = 0; c < 2; c++) {
+      V t[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        const float* from = p + i * stride + 4 * c;
+        t[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(from)),
+                                    _mm_loadu_ps(from + 4 * stride), 1);
+      }
+      const V low = _mm256_unpacklo_ps(t[0], t[1]), low2 = _mm256_unpacklo_ps(t[2], t[3]);
+      const V high = _mm256_unpackhi_ps(t[0], t[1]), high2 = _mm256_unpackhi_ps(t[2], t[3]);
+      r[4 * c] = _mm256_shuffle_ps(low, low2, 0x44);
+      r[4 * c + 1] = _mm256_shuffle_ps(low, low2, 0xee);
+      r[4 * c + 2] = _mm256_shuffle_ps(high, high2, 0x44);
+      r[4 * c + 3] = _mm256_shuffle_ps(high, high2, 0xee);
+    }
+  }
   static void transpose(V (&r)[8]) {
     V t[8];
 #pragma GCC unroll 4
@@ -163,6 +193,7 @@ struct F64x4 {
   }
   static uint64_t bits(M m) { return (uint64_t)_mm256_movemask_pd(m); }
   static V select(M m, V a, V b) { return _mm256_blendv_pd(b, a, m); }
+  static constexpr bool kPowers = false;
   static V power_of_two(V magic) {
     return _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(magic), 52));
   }
@@ -183,6 +214,11 @@ struct F64x4 {
     __builtin_memcpy(p, &x, (size_t)n * 4);
   }
 
+  static void load_columns(const double* p, int64_t stride, V (&r)[4]) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) r[i] = load(p + i * stride);
+    transpose(r);
+  }
   static void transpose(V (&r)[4]) {
     const V a = _mm256_unpacklo_pd(r[0], r[1]), b = _mm256_unpackhi_pd(r[0], r[1]);
     const V c = _mm256_unpacklo_pd(r[2], r[3]), d = _mm256_unpackhi_pd(r[2], r[3]);

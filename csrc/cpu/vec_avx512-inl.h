@@ -2,7 +2,16 @@
 namespace mha_ext::cpu {
 namespace {
 
+struct Bytes64 {  // for tile_visibility
+  static constexpr bool kWhole = true;
+  static uint64_t nonzero(const char* p) {
+    const __m512i x = _mm512_loadu_si512(p);
+    return _mm512_test_epi8_mask(x, x);
+  }
+};
+
 struct U32x16 {
+  using Bytes = Bytes64;
   __m512i v;
   static constexpr int kLanes = 16;
   static U32x16 set(uint32_t x) { return {_mm512_set1_epi32((int)x)}; }
@@ -43,12 +52,19 @@ struct F32x16 {
   static V sub(V a, V b) { return _mm512_sub_ps(a, b); }
   static V mul(V a, V b) { return _mm512_mul_ps(a, b); }
   static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
-  static V max(V a, V b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+  // b where either is NaN. (Without the mask g++ 12 warns of its own undefined operand.)
+  static V max(V a, V b) { return _mm512_maskz_max_ps(0xffff, a, b); }
   static M gt(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
   static M eq(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
   static M mask(uint64_t bits) { return (M)bits; }
   static uint64_t bits(M m) { return m; }
   static V select(M m, V a, V b) { return _mm512_mask_mov_ps(b, m, a); }  // m ? a : b
+  static constexpr bool kPowers = true;
+  // x - floor(x), 0 for infinity; p 2^floor(x), 0 where that is subnormal.
+  static V above_floor(V x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF); }
+  static V times_power_of_floor(V p, V x) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, set(-126), _CMP_NLT_UQ), p, x);
+  }
   static V power_of_two(V magic) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(magic), 23));
   }
@@ -89,6 +105,32 @@ struct F32x16 {
     _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
   }
 
+  // r[c] = column c of 16 rows. The pieces of 128 bits find their places while they are loaded,
+  // which leaves half of the shuffles that a transpose of whole rows takes.
+  static void load_columns(const float* p, int64_t stride, V (&r)[16]) {
+    const float *p4 = p + 4 * stride, *p8 = p + 8 * stride, *p12 = p + 12 * stride;
+    V t[4][4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++, p += stride, p4 += stride, p8 += stride, p12 += stride)
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; c++) {
+        t[c][i] = _mm512_zextps128_ps512(_mm_loadu_ps(p + 4 * c));
+        t[c][i] = _mm512_mask_broadcast_f32x4(t[c][i], 0x00f0, _mm_loadu_ps(p4 + 4 * c));
+        t[c][i] = _mm512_mask_broadcast_f32x4(t[c][i], 0x0f00, _mm_loadu_ps(p8 + 4 * c));
+        t[c][i] = _mm512_mask_broadcast_f32x4(t[c][i], 0xf000, _mm_loadu_ps(p12 + 4 * c));
+      }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+      const V low = _mm512_unpacklo_ps(t[c][0], t[c][1]),
+              low2 = _mm512_unpacklo_ps(t[c][2], t[c][3]);
+      const V high = _mm512_unpackhi_ps(t[c][0], t[c][1]),
+              high2 = _mm512_unpackhi_ps(t[c][2], t[c][3]);
+      r[4 * c] = _mm512_shuffle_ps(low, low2, 0x44);
+      r[4 * c + 1] = _mm512_shuffle_ps(low, low2, 0xee);
+      r[4 * c + 2] = _mm512_shuffle_ps(high, high2, 0x44);
+      r[4 * c + 3] = _mm512_shuffle_ps(high, high2, 0xee);
+    }
+  }
   static void transpose(V (&r)[16]) {
     V t[16];
 #pragma GCC unroll 8
@@ -168,6 +210,7 @@ struct F64x8 {
   static M mask(uint64_t bits) { return (M)bits; }
   static uint64_t bits(M m) { return m; }
   static V select(M m, V a, V b) { return _mm512_mask_mov_pd(b, m, a); }
+  static constexpr bool kPowers = false;
   static V power_of_two(V magic) {
     return _mm512_castsi512_pd(_mm512_slli_epi64(_mm512_castpd_si512(magic), 52));
   }
@@ -185,6 +228,11 @@ struct F64x8 {
     _mm256_mask_storeu_ps(p, first(n), _mm512_cvtpd_ps(v));
   }
 
+  static void load_columns(const double* p, int64_t stride, V (&r)[8]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) r[i] = load(p + i * stride);
+    transpose(r);
+  }
   static void transpose(V (&r)[8]) {
     V t[8];
 #pragma GCC unroll 4

@@ -4,6 +4,7 @@ namespace mha_ext::cpu {
 namespace {
 
 struct U32x4 {
+  using Bytes = PlainBytes;
   typedef uint32_t Vector __attribute__((vector_size(16)));
   Vector v;
   static constexpr int kLanes = 4;
@@ -55,6 +56,7 @@ struct Portable {
     return bits;
   }
   static V select(M m, V a, V b) { return m ? a : b; }
+  static constexpr bool kPowers = false;
   static V power_of_two(V magic) {
     M u;
     __builtin_memcpy(&u, &magic, 16);
@@ -86,6 +88,10 @@ struct Portable {
   template <class S>
   static void store(S* p, V v, int64_t n) {
     for (int64_t i = 0; i < n; i++) put(v[i], p + i);
+  }
+  static void load_columns(const T* p, int64_t stride, V (&r)[N]) {
+    for (int i = 0; i < N; i++) r[i] = load(p + i * stride);
+    transpose(r);
   }
   static void transpose(V (&r)[N]) {
     for (int i = 0; i < N; i++)

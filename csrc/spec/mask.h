@@ -42,10 +42,18 @@ HOST_DEVICE bool nonzero(const char* item, int32_t size) {
   return false;
 }
 
+// Bit j: byte j of 64 is not zero. A processor may have instructions for that.
+struct PlainBytes {
+  static constexpr bool kWhole = false;  // whether `nonzero(const char*)` exists
+};
+
 // Visibility of up to 64 keys of one query in the mask tensor: bit j = key j.
+template <class Bytes = PlainBytes>
 HOST_DEVICE uint64_t mask_row(const char* row, int64_t key_stride, int32_t size, int64_t keys) {
   uint64_t word = 0;
   int64_t j = 0;
+  if constexpr (Bytes::kWhole)
+    if (size == 1 && key_stride == 1 && keys == 64) return Bytes::nonzero(row);
   if (size == 1 && key_stride == 1) {  // eight bytes at a time: nonzero -> 1, then gather the bits
     for (; j + 8 <= keys; j += 8) {
       uint64_t x;
@@ -90,6 +98,7 @@ enum class Visibility { kEmpty, kPartial, kFull };
 
 // Visibility of the tile of queries [q0, q0 + rows) and keys [k0, k0 + keys), at most 64 of each.
 // Unless the tile is full or empty, bit r of bits[j] says whether query q0 + r sees key k0 + j.
+template <class Bytes = PlainBytes>
 HOST_DEVICE Visibility tile_visibility(const Attention& a, int64_t b, int64_t h, int64_t q0,
                                        int64_t rows, int64_t k0, int64_t keys, uint64_t* bits) {
   const Range any = seen_by_any(a, b, q0, q0 + rows - 1);
@@ -105,11 +114,17 @@ HOST_DEVICE Visibility tile_visibility(const Attention& a, int64_t b, int64_t h,
         (const char*)a.mask.data +
         (b * a.mask.batch + h * a.mask.head + q0 * a.mask.query + k0 * a.mask.key) * size;
     if (a.mask.query == 0) {
-      const uint64_t row = mask_row(tile, a.mask.key, size, keys);
+      const uint64_t row = mask_row<Bytes>(tile, a.mask.key, size, keys);
       for (int64_t j = 0; j < keys; j++) bits[j] = row >> j & 1 ? every : 0;
     } else {
-      for (int64_t r = 0; r < rows; r++)
-        bits[r] = mask_row(tile + r * a.mask.query * size, a.mask.key, size, keys);
+      uint64_t any = 0, every_row = ~0ull;
+      for (int64_t r = 0; r < rows; r++) {
+        bits[r] = mask_row<Bytes>(tile + r * a.mask.query * size, a.mask.key, size, keys);
+        any |= bits[r];
+        every_row &= bits[r];
+      }
+      if (!any) return Visibility::kEmpty;
+      if (band_full && every_row == first_bits(keys)) return Visibility::kFull;
       for (int64_t r = rows; r < 64; r++) bits[r] = 0;
       transpose_bits(bits);
     }
