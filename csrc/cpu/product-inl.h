@@ -14,9 +14,11 @@ struct Operand {  // A(m, t) at data + m * m_stride + t * t_stride, strides in b
 // lines and hold up everything else; so products ask for some lines whenever they finish some rows.
 class Ahead {
  public:
-  // `rows` rows of `bytes` bytes, `stride` bytes apart; forgotten where many are waiting.
+  // `rows` rows of `bytes` bytes, `stride` bytes apart; forgotten where many are waiting, and where
+  // rows are so long that hardware foresees most of a row.
   void add(const void* first, int64_t stride, int64_t bytes, int64_t rows) {
-    if (end_ - begin_ < kMost) pieces_[end_++ % kMost] = {(const char*)first, stride, bytes, rows};
+    if (bytes <= kLongest && end_ - begin_ < kMost)
+      pieces_[end_++ % kMost] = {(const char*)first, stride, bytes, rows};
   }
   void ask() {
     for (int64_t lines = 0; lines < kLines && begin_ != end_;) {
@@ -29,7 +31,7 @@ class Ahead {
   }
 
  private:
-  static constexpr int64_t kLine = 64, kLines = 16;
+  static constexpr int64_t kLine = 64, kLines = 16, kLongest = 512;
   static constexpr unsigned kMost = 8;
   struct Piece {
     const char* row;
