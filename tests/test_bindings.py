@@ -257,7 +257,7 @@ def test_build_info() -> None:
     assert set(info) == {"version", "torch", "compiler", "isas", "cuda"}
     assert all(isinstance(text, str) and text for text in info.values())
     assert info["version"] == mha_ext.__version__
-    assert info["cuda"].split()[0] in ("yes", "no")
+    assert info["cuda"].split()[0] in ("nvcc", "no")
 
 
 def test_ceilings() -> None:
