@@ -78,7 +78,7 @@ class BuildExtension(build_ext):
 
     def build_extension(self, extension: Extension) -> None:
         torch, compiler = self.torch, self.compiler_found
-        gpu = cuda_toolkit.find_cuda(torch.folder, compiler)
+        gpu = cuda_toolkit.find_cuda(compiler)
         files = toolchain.sources(ROOT, compiler.x86)
         isas = ", ".join(toolchain.isa_names(files))
         print(f"mha_ext {self.distribution.get_version()}")

@@ -1,6 +1,6 @@
 """nvcc: whether and how the CUDA kernels are compiled. They need no CUDA build of torch.
 
-Environment: MHA_EXT_CUDA (1: compile them, 0: do not; else where torch is a CUDA build),
+Environment: MHA_EXT_CUDA (1: compile them; not by default as long as forward is all there is),
 TORCH_CUDA_ARCH_LIST (the architectures, as for torch's own extensions) and CUDA_HOME.
 """
 
@@ -29,13 +29,12 @@ class Cuda(NamedTuple):
     name: str
 
 
-def wanted(torch: Path) -> bool:
-    """MHA_EXT_CUDA, else whether this torch is a CUDA build."""
+def wanted() -> bool:
+    """MHA_EXT_CUDA."""
     asked = os.environ.get("MHA_EXT_CUDA", "")
     if asked not in ("", "0", "1"):
         fail(f"MHA_EXT_CUDA must be 0 or 1, but is {asked!r}")
-    built = re.search(r"^cuda\b[^=]*= *['\"]", (torch / "version.py").read_text(), re.MULTILINE)
-    return asked == "1" or (asked == "" and built is not None)
+    return asked == "1"
 
 
 def architectures(text: str) -> list[str]:
@@ -68,9 +67,9 @@ def find_nvcc() -> str | None:
     return next((str(path) for path in places if path.is_file()), None)
 
 
-def find_cuda(torch: Path, host: Compiler) -> Cuda | None:
+def find_cuda(host: Compiler) -> Cuda | None:
     """The toolkit, where the kernels are wanted; a message where it is missing then."""
-    if not wanted(torch):
+    if not wanted():
         return None
     nvcc = find_nvcc()
     if nvcc is None:
