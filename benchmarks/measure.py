@@ -392,6 +392,10 @@ def _flops(case: Case, group: Group, what: str) -> float | None:
     forward = case.flops(group.level, False)
     both = case.flops(group.level, True)
     known = {"forward": forward, "training": both, "backward": both - forward}
+    if (
+        case.head_dim == case.value_width
+    ):  # products: forward 2, backward 5, their tangents 5 and 10
+        known |= {"jvp": forward * 7 / 2, "hvp": forward * 22 / 2}
     return known.get(what)
 
 

@@ -311,7 +311,6 @@ def _second_order() -> list[Group]:
             (square(length, 64),),
             ("forward", "training", "jvp", "hvp"),
             peers=("SDPA math",),
-            threads=("one",),
             quick=length == 512 and dtype == "float32",
         )
         for dtype in ("float32", "bfloat16")
