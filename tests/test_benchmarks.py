@@ -292,14 +292,16 @@ def test_every_goal_is_measured_by_some_group() -> None:
     records = []
     for group in suite.groups():
         for case in group.cases:
-            for name in ("SDPA", "onnxruntime", "mha_ext", "projections alone", "aten addcmul"):
+            peers_of_all = ("SDPA", "SDPA math", "onnxruntime", "projections alone", "aten addcmul")
+            for name in (*peers_of_all, "mha_ext"):
                 for what in (*group.passes, "backward", "memory"):
                     record = measure.Record(
                         group.topic, case.name, group.dtype, 1, group.level, name, what
                     )
                     record.flops = case.flops("attention", False)
                     record.bytes, record.memory = 1, 2**20
-                    record.seconds = timing.summary([record.flops * 1e-11])
+                    work = record.flops * (3 if what == "hvp" else 1)
+                    record.seconds = timing.summary([work * 1e-11])
                     record.peak = record.bandwidth = timing.summary([2e11])
                     records.append(record.as_json())
     found = {row["name"]: row for row in goals.evaluate(records)}
@@ -309,7 +311,9 @@ def test_every_goal_is_measured_by_some_group() -> None:
     assert found["cost of mask, padding, bias"]["measured"] == pytest.approx(0.0)
     assert found["cost of mask, padding, bias"]["met"] is True
     assert found["float32 forward, L >= 512"]["met"] is False
-    optional = ("AMX", "jvp", "hvp")
+    assert found["hvp / training"]["measured"] == pytest.approx(3.0)
+    assert found["double backward / SDPA math"]["measured"] == pytest.approx(1.0)
+    optional = ("AMX",)
     for name, row in found.items():
         if not any(word in name for word in optional):
             assert row["measured"] is not None, name
