@@ -6,13 +6,10 @@ the round one beside it) and with every implementation, so all of them share the
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-
-from mha_ext.peers import CASES, Case, Level, attention_runs, make_inputs
+from mha_ext.peers import CASES, Case, Level
 
 Pass = Literal["forward", "training", "recorded", "jvp", "hvp", "memory"]
 Threads = Literal["one", "all"]
@@ -92,25 +89,9 @@ def named(case: Case, name: str, **options: object) -> Case:
     return replace(case, name=name, **options)  # type: ignore[arg-type]
 
 
-@functools.cache
-def has_second_order() -> bool:
-    """Whether this build has forward mode and second derivatives."""
-    if not hasattr(torch.ops.mha_ext, "attention_forward_tangent"):
-        return False
-    inputs = make_inputs(square(2, 2, 1), "attention", torch.float32, torch.device("cpu"))
-    run = attention_runs(inputs, ("mha_ext",))[0]
-    ones = {name: torch.ones_like(tensor) for name, tensor in inputs.tensors.items()}
-    try:
-        run.tangent(inputs, ones)
-        run.hessian_vector(inputs, ones["query"], ones)
-    except (RuntimeError, NotImplementedError):  # kernels without their derivatives
-        return False
-    return True
-
-
 def groups() -> list[Group]:
     """All of them, in the order in which they run."""
-    found = [
+    return [
         *_peak(),
         *_causal(),
         *_odd(),
@@ -124,8 +105,8 @@ def groups() -> list[Group]:
         *_layer(),
         *_overhead(),
         *_memory(),
+        *_second_order(),
     ]
-    return found + (_second_order() if has_second_order() else [])
 
 
 def _peak() -> list[Group]:

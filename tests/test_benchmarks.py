@@ -274,8 +274,7 @@ def test_bad_options_are_one_line(
 def test_the_suite_has_what_it_promises() -> None:
     groups = suite.groups()
     assert len({(g.title, g.level) for g in groups}) == len(groups)
-    second_order = set() if suite.has_second_order() else {"second order"}
-    assert {group.topic for group in groups} == set(suite.TOPICS) - second_order
+    assert {group.topic for group in groups} == set(suite.TOPICS)
     peak = {(g.dtype, g.cases[0].queries, g.cases[0].head_dim) for g in groups if g.topic == "peak"}
     assert peak == {
         (t, n, d) for t in peers.DTYPES for n in (128, 512, 2048, 4096) for d in (64, 128)
@@ -438,7 +437,6 @@ def test_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert "dropout, beyond that" in shown
 
 
-@pytest.mark.skipif(not suite.has_second_order(), reason="this build has no second order")
 def test_second_order(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = ["--filter", "second order: 8 x 512 x 64, float32", *FAST[:2], "--repeats", "1"]

@@ -144,9 +144,15 @@ struct MultiplyTiles : PairUnits<16> {
 //
 #include "forward-inl.h"
 //
+#include "weights-inl.h"
+//
 #include "few-inl.h"
 //
 #include "one-tile-inl.h"
+//
+#include "gradient-inl.h"
+//
+#include "bias-inl.h"
 //
 #include "backward-inl.h"
 //

@@ -18,9 +18,15 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 //
 #include "forward-inl.h"
 //
+#include "weights-inl.h"
+//
 #include "few-inl.h"
 //
 #include "one-tile-inl.h"
+//
+#include "gradient-inl.h"
+//
+#include "bias-inl.h"
 //
 #include "backward-inl.h"
 //

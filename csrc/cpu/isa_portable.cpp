@@ -14,9 +14,15 @@
 //
 #include "forward-inl.h"
 //
+#include "weights-inl.h"
+//
 #include "few-inl.h"
 //
 #include "one-tile-inl.h"
+//
+#include "gradient-inl.h"
+//
+#include "bias-inl.h"
 //
 #include "backward-inl.h"
 //

@@ -1,0 +1,136 @@
+// The gradient of the bias, dB = dS, summed where the bias broadcasts.
+namespace mha_ext::cpu {
+namespace {
+
+template <class K>
+void store_bias_tile(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t q0,
+                     int64_t rows, int64_t k0, int64_t keys, const typename K::T* one,
+                     const typename K::T* tile) {
+  using X = typename K::X;
+  const int64_t at =
+      b * g.grad_bias.batch + h * g.grad_bias.head + q0 * g.grad_bias.query + k0 * g.grad_bias.key;
+  if (a.bias_is_float32)
+    transpose_out<X>(tile, one, rows, keys, (float*)g.grad_bias.data + at, g.grad_bias.query);
+  else
+    transpose_out<X>(tile, one, rows, keys, (typename K::S*)g.grad_bias.data + at,
+                     g.grad_bias.query);
+}
+
+// to[r][c] += tile[c][64 r]
+template <class X>
+void add_transposed(const typename X::T* tile, int64_t rows, int64_t columns, typename X::T* to,
+                    int64_t stride) {
+  constexpr int kLanes = X::kLanes;
+  for (int64_t r = 0; r < rows; r += kLanes)
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      const int64_t height = min_of(kLanes, rows - r), width = min_of(kLanes, columns - c);
+      typename X::V block[kLanes];
+      for (int i = 0; i < kLanes; i++)
+        block[i] = i < width ? X::load(tile + (c + i) * kRow + r) : X::zero();
+      X::transpose(block);
+      typename X::T* p = to + r * stride + c;
+      for (int i = 0; i < height; i++, p += stride) {
+        if (width == kLanes)
+          X::store(p, X::add(X::load(p), block[i]));
+        else
+          X::store(p, X::add(X::load(p, width), block[i]), width);
+      }
+    }
+}
+
+// Where heads share a bias and take turns: grad_bias is in the type of the sums.
+template <class K>
+void add_bias_tile(const AttentionGrad& g, int64_t b, int64_t h, int64_t q0, int64_t rows,
+                   int64_t k0, int64_t keys, const typename K::T* tile) {
+  const Pairs& bias = g.grad_bias;
+  add_transposed<typename K::X>(
+      tile, rows, keys,
+      (typename K::T*)bias.data + b * bias.batch + h * bias.head + q0 * bias.query + k0 * bias.key,
+      bias.query);
+}
+
+// The gradient of a bias that broadcasts over (b, h) or the queries: each of its tiles has one
+// owner, who computes dS again for every (b, h), and every block of queries it broadcasts over, in
+// order; a share is a piece of that list. gradient(b, h, q0, rows, k0, keys) gives the tile dS, or
+// nullptr where it is empty.
+template <class K, class Gradient>
+void add_bias_share(const Attention& a, const BiasPlan& plan, int64_t owner, int64_t chunk,
+                    typename K::T* sums, const Gradient& gradient) {
+  using X = typename K::X;
+  for (int64_t i = 0; i < kTile * kRow; i++) sums[i] = 0;
+
+  const int64_t key_tile = owner % plan.key_tiles,
+                query_tile = owner / plan.key_tiles % plan.query_tiles;
+  const int64_t head = owner / (plan.key_tiles * plan.query_tiles) % plan.heads;
+  const int64_t batch = owner / (plan.key_tiles * plan.query_tiles * plan.heads);
+  // How many terms each dimension adds: all of it where the bias broadcasts, else one.
+  const int64_t batches = a.batch / plan.batches, heads = a.heads / plan.heads;
+  const int64_t query_tiles = ceil_div(a.queries, kTile) / plan.query_tiles;
+  const int64_t terms = batches * heads * query_tiles;
+  const int64_t k0 = key_tile * kTile, keys = min_of(kTile, a.keys - k0);
+
+  for (int64_t i = terms * chunk / plan.chunks; i < terms * (chunk + 1) / plan.chunks; i++) {
+    const int64_t q0 = (query_tile + i % query_tiles) * kTile;
+    const int64_t rows = min_of(kTile, a.queries - q0);
+    const int64_t h = head + i / query_tiles % heads, b = batch + i / (query_tiles * heads);
+    const Range seen = seen_by_any(a, b, q0, q0 + rows - 1);
+    if (k0 >= seen.end || k0 + keys <= seen.begin) continue;
+    const typename K::T* const tile = gradient(b, h, q0, rows, k0, keys);
+    if (!tile) continue;
+    const uint64_t exist = first_bits(rows);  // lanes past the last query hold anything
+    for (int64_t n = 0; n < keys; n++)
+      for (int64_t lane = 0; lane < rows; lane += K::kLanes) {
+        const typename X::V ds = X::load(tile + n * kRow + lane);
+        typename K::T* sum = sums + n * kRow + lane;
+        X::store(sum, X::add(X::load(sum), X::select(X::mask(exist >> lane), ds, X::zero())));
+      }
+  }
+}
+
+template <class K>
+void bias_share(const Attention& a, const AttentionGrad& g, const BiasPlan& plan, int64_t owner,
+                int64_t chunk, void* sums, void* scratch) {
+  [[maybe_unused]] const typename K::Dot::Session session;
+  Arena arena{(char*)scratch};
+  GradScratch<K> w(a, arena);
+  auto* keys_in = arena.take<typename K::Unit>(kTile * operand_width<K>(a.head_dim));
+  auto* values_in = arena.take<typename K::Unit>(kTile * operand_width<K>(a.value_dim));
+  add_bias_share<K>(a, plan, owner, chunk, (typename K::T*)sums,
+                    [&](int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0, int64_t keys) {
+                      const int64_t kv = kv_head(a, h);
+                      load_queries<K>(a, g, b, h, q0, rows, w);
+                      const Operand key_rows = rows_operand<K>(
+                          row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, keys_in);
+                      const Operand value_rows = rows_operand<K>(
+                          row_of<K>(a.value, b, kv, k0), a.value.row, keys, a.value_dim, values_in);
+                      const Visibility visible =
+                          gradient_tile<K>(a, g, b, h, q0, rows, k0, keys, key_rows, value_rows, w);
+                      return visible == Visibility::kEmpty ? nullptr : w.ds;
+                    });
+}
+
+template <class K>
+void bias_finish(const Attention& a, const AttentionGrad& g, const BiasPlan& plan, int64_t owner,
+                 void* sums_pointer, void* scratch) {
+  using T = typename K::T;
+  T* sums = (T*)sums_pointer;  // [chunks][64 keys][64 queries], added into the first
+  T* one = (T*)scratch;
+  for (int64_t r = 0; r < kRow; r++) one[r] = 1;
+  for (int64_t c = 1; c < plan.chunks; c++)
+    for (int64_t i = 0; i < kTile * kRow; i++) sums[i] += sums[c * kTile * kRow + i];
+  int64_t rows = kTile;
+  if (g.grad_bias.query == 0) {  // sum over the queries, into row 0
+    for (int64_t n = 0; n < kTile; n++)
+      for (int64_t r = 1; r < kRow; r++) sums[n * kRow] += sums[n * kRow + r];
+    rows = 1;
+  }
+  const int64_t q0 = owner / plan.key_tiles % plan.query_tiles * kTile,
+                k0 = owner % plan.key_tiles * kTile;
+  const int64_t head = owner / (plan.key_tiles * plan.query_tiles) % plan.heads;
+  const int64_t batch = owner / (plan.key_tiles * plan.query_tiles * plan.heads);
+  store_bias_tile<K>(a, g, batch, head, q0, min_of(rows, a.queries - q0), k0,
+                     min_of(kTile, a.keys - k0), one, sums);
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu

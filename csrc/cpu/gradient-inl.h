@@ -1,0 +1,156 @@
+// The tile of backward: P and dS from S and dP.
+//   P = exp(S - lse), Z = P o M, dP = (dO V^T) o M, dS = P o (dP - delta)
+namespace mha_ext::cpu {
+namespace {
+
+// The operands of one block of queries and of one tile, and the tile's P and dS.
+template <class K>
+struct GradScratch {
+  using T = typename K::T;
+  using Unit = typename K::Unit;
+  Unit *query, *grad_out;  // lanes, for the scores
+  T *p, *ds, *extra;
+  T *high, *low, *shift;  // of each query: exp subtracts lse = high + low, dP its delta
+  uint64_t *bits, *keep;
+
+  GradScratch(const Attention& a, Arena& arena) {
+    query = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);
+    grad_out = arena.take<Unit>(units_of<K>(a.value_dim) * kRow);
+    p = arena.take<T>(kTile * kRow);
+    ds = arena.take<T>(kTile * kRow);
+    extra = arena.take<T>(kTile * kRow);
+    high = arena.take<T>(kRow);
+    low = arena.take<T>(kRow);
+    shift = arena.take<T>(kRow);
+    bits = arena.take<uint64_t>(kTile);
+    keep = arena.take<uint64_t>(kTile);
+  }
+};
+
+// delta = rowsum(dO o O) - dL: a vector of partial sums a row, then a transpose adds them for
+// several rows at once.
+template <class K>
+void delta(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t block) {
+  using T = typename K::T;
+  using X = typename K::X;
+  constexpr int kLanes = K::kLanes;
+  const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
+  const int64_t at = (b * a.heads + h) * a.queries + q0;
+  for (int64_t r = 0; r < rows; r += kLanes) {
+    const int64_t height = min_of(kLanes, rows - r);
+    typename X::V sums[kLanes];
+    for (int i = 0; i < kLanes; i++) {
+      sums[i] = X::zero();
+      if (i >= height) continue;
+      const typename K::S* out = row_of<K>(a.out, b, h, q0 + r + i);
+      const typename K::S* grad = row_of<K>(g.grad_out, b, h, q0 + r + i);
+      for (int64_t d = 0; d < a.value_dim; d += kLanes)
+        sums[i] = X::fma(load_up_to<X>(out + d, a.value_dim - d),
+                         load_up_to<X>(grad + d, a.value_dim - d), sums[i]);
+    }
+    X::transpose(sums);
+#pragma GCC unroll 4
+    for (int step = 1; step < kLanes; step *= 2)
+#pragma GCC unroll 16
+      for (int i = 0; i + step < kLanes; i += 2 * step) sums[i] = X::add(sums[i], sums[i + step]);
+    if (g.grad_lse) sums[0] = X::sub(sums[0], load_up_to<X>((const T*)g.grad_lse + at + r, height));
+    T* to = (T*)g.delta + at + r;
+    if (height == kLanes)
+      X::store(to, sums[0]);
+    else
+      X::store(to, sums[0], height);
+  }
+}
+
+// Packs one block of queries: Q and dO as lanes, and what is subtracted from S and dP.
+template <class K>
+void load_queries(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t q0,
+                  int64_t rows, GradScratch<K>& w) {
+  row_levels<K>(a, b, h, q0, rows, w.high, w.low);
+  const typename K::T* delta = (const typename K::T*)g.delta + (b * a.heads + h) * a.queries + q0;
+  for (int64_t r = 0; r < kRow; r++) w.shift[r] = r < rows ? delta[r] : 0;
+  pack_query<K>(a, b, h, q0, rows, w.query);
+  if (g.grad_out.data)
+    pack_lanes<K>(row_of<K>(g.grad_out, b, h, q0), g.grad_out.row, rows, a.value_dim, w.grad_out);
+}
+
+// From S and dP: w.p = P, or Z without the factor of dropout, w.ds = dS. `kVectors` of them are the
+// lanes of one pass, so that what belongs to a query stays in registers.
+template <class K, bool kDropout, bool kPartial, int kVectors>
+void gradient_lanes(int64_t lane, int64_t keys, typename K::T keep_scale, GradScratch<K>& w) {
+  using X = typename K::X;
+  using V = typename X::V;
+  V high[kVectors], low[kVectors], shift[kVectors];
+#pragma GCC unroll 4
+  for (int i = 0; i < kVectors; i++) {
+    high[i] = X::load(w.high + lane + i * K::kLanes);
+    low[i] = X::load(w.low + lane + i * K::kLanes);
+    shift[i] = X::load(w.shift + lane + i * K::kLanes);
+  }
+  const V kept_scale = X::set(keep_scale);
+  typename K::T *p = w.p + lane, *ds = w.ds + lane;
+  for (int64_t n = 0; n < keys; n++, p += kRow, ds += kRow) {
+    const uint64_t keep = kDropout ? w.keep[n] >> lane : 0, bits = kPartial ? w.bits[n] >> lane : 0;
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; i++) {
+      const int at = i * K::kLanes;
+      V weight = exp_of<X>(X::sub(X::sub(X::load(p + at), high[i]), low[i]));
+      V grad = X::load(ds + at), kept = weight;
+      if constexpr (kDropout) {
+        const typename X::M in = X::mask(keep >> at);
+        grad = X::select(in, X::mul(kept_scale, grad), X::zero());
+        kept = X::select(in, weight, X::zero());
+      }
+      grad = X::mul(weight, X::sub(grad, shift[i]));
+      if constexpr (kPartial) {
+        const typename X::M seen = X::mask(bits >> at);
+        grad = X::select(seen, grad, X::zero());
+        kept = X::select(seen, kept, X::zero());
+      }
+      X::store(p + at, kept);
+      X::store(ds + at, grad);
+    }
+  }
+}
+
+template <class K, bool kDropout, bool kPartial>
+void gradient_rows(int64_t vectors, int64_t keys, double keep_scale, GradScratch<K>& w) {
+  constexpr int kMost = K::X::kRegisters == 32 ? 4 : 1;
+  int64_t i = 0;
+  for (; i + kMost <= vectors; i += kMost)
+    gradient_lanes<K, kDropout, kPartial, kMost>(i * K::kLanes, keys, (typename K::T)keep_scale, w);
+  for (; i < vectors; i++)
+    gradient_lanes<K, kDropout, kPartial, 1>(i * K::kLanes, keys, (typename K::T)keep_scale, w);
+}
+
+// w.p = Z (without the factor of dropout), w.ds = dS of one tile; hidden pairs are 0, whatever they
+// hold.
+template <class K>
+Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
+                         int64_t q0, int64_t rows, int64_t k0, int64_t keys, Operand key_rows,
+                         Operand value_rows, GradScratch<K>& w) {
+  Visibility visible = tile_visibility(a, b, h, q0, rows, k0, keys, w.bits);
+  if (visible == Visibility::kEmpty) return visible;
+  visible =
+      scores<K>(a, b, h, q0, rows, k0, keys, w.query, key_rows, visible, w.bits, w.p, w.extra);
+  const int64_t vectors = vectors_of<K>(rows);
+  if (g.grad_weights.data)
+    load_pairs<K, typename K::S>(g.grad_weights, b, h, q0, rows, k0, keys, w.ds);
+  else
+    score_product<K>(value_rows, keys, a.value_dim, w.grad_out, vectors, w.ds);
+  const bool partial = visible == Visibility::kPartial, dropout = a.dropout.seed != nullptr;
+  if (dropout) dropout_tile<K>(a, b, h, q0, rows, k0, keys, w.keep);
+  const double keep_scale = a.dropout.keep_scale;
+  if (dropout && partial)
+    gradient_rows<K, true, true>(vectors, keys, keep_scale, w);
+  else if (dropout)
+    gradient_rows<K, true, false>(vectors, keys, keep_scale, w);
+  else if (partial)
+    gradient_rows<K, false, true>(vectors, keys, keep_scale, w);
+  else
+    gradient_rows<K, false, false>(vectors, keys, keep_scale, w);
+  return visible;
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu

@@ -1,0 +1,72 @@
+// The weights P = exp(S - lse), for who looks at them; what exp subtracts serves backward too.
+namespace mha_ext::cpu {
+namespace {
+
+// What exp subtracts from S to give P: lse = high + low, and +inf in rows that see nothing.
+template <class K>
+void row_levels(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
+                typename K::T* high, typename K::T* low) {
+  using T = typename K::T;
+  const int64_t at = (b * a.heads + h) * a.queries + q0;
+  for (int64_t r = 0; r < kRow; r++) {
+    const bool some = r < rows && ((const T*)a.lse)[at + r] != -(T)INFINITY;
+    high[r] = some ? ((const T*)a.lse)[at + r] : (T)INFINITY;
+    low[r] = some && a.lse_low ? ((const T*)a.lse_low)[at + r] : 0;
+  }
+}
+
+template <class K>
+void weights(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, void* out_pointer,
+             void* scratch) {
+  using T = typename K::T;
+  using X = typename K::X;
+  [[maybe_unused]] const typename K::Dot::Session session;
+  Arena arena{(char*)scratch};
+  ForwardScratch<K> w(a, arena);
+  T* high = arena.take<T>(kRow);
+  T* low = arena.take<T>(kRow);
+  T* one = arena.take<T>(kRow);
+  const int64_t vectors = vectors_of<K>(rows), kv = kv_head(a, h);
+  const QueryBlock<K>& q = w.blocks[0];
+  typename K::S* out = (typename K::S*)out_pointer;
+  for (int64_t r = 0; r < kRow; r++) one[r] = 1;
+  if (a.lse) {
+    row_levels<K>(a, b, h, q0, rows, high, low);
+  } else {
+    scan_keys<K>(a, b, h, q0, rows, {0, a.keys}, false, w);
+    add_logs(kRow, q.m, q.l, (T)INFINITY, high, low);
+  }
+  uint64_t empty = 0;
+  for (int64_t r = 0; r < rows; r++) empty |= (uint64_t)(high[r] == (T)INFINITY) << r;
+  if (!a.uniform_empty_rows) empty = 0;
+
+  pack_query<K>(a, b, h, q0, rows, q.query);
+  for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
+    const int64_t keys = min_of(kTile, a.keys - k0);
+    Visibility visible = tile_visibility(a, b, h, q0, rows, k0, keys, w.bits);
+    if (visible == Visibility::kEmpty) {
+      for (int64_t i = 0; i < keys * kRow; i++) w.s[i] = 0;
+    } else {
+      const Operand key_rows =
+          rows_operand<K>(row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, w.key);
+      visible =
+          scores<K>(a, b, h, q0, rows, k0, keys, q.query, key_rows, visible, w.bits, w.s, w.extra);
+      for (int64_t n = 0; n < keys; n++)
+        for (int64_t i = 0; i < vectors; i++) {
+          const int64_t lane = i * K::kLanes;
+          T* p = w.s + n * kRow + lane;
+          X::store(
+              p, exp_of<X>(X::sub(X::sub(X::load(p), X::load(high + lane)), X::load(low + lane))));
+        }
+      if (visible == Visibility::kPartial) select_tile<K>(w.bits, keys, vectors, 0, w.s);
+    }
+    if (empty)
+      for (int64_t n = 0; n < keys; n++)
+        for (int64_t r = 0; r < rows; r++)
+          if (empty >> r & 1) w.s[n * kRow + r] = (T)1 / (T)a.keys;
+    transpose_out<X>(w.s, one, rows, keys, out + k0, a.keys);
+  }
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu

@@ -1,0 +1,186 @@
+"""torch.nn.functional.scaled_dot_product_attention, and a mode that routes to ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.overrides import TorchFunctionMode
+
+from mha_ext.functional import attention
+
+_CORNERS = {CausalVariant.UPPER_LEFT: "upper_left", CausalVariant.LOWER_RIGHT: "lower_right"}
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_MOST_HEAD_DIM = 1024
+_DEVICES = ("meta",) + tuple(
+    device
+    for device in ("cpu", "cuda")
+    if torch._C._dispatch_has_kernel_for_dispatch_key("mha_ext::attention_backward", device.upper())
+)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, computed by `mha_ext.attention`.
+
+    Args:
+        query: [..., L, E]; key: [..., S, E]; value: [..., S, Ev]. The leading dimensions broadcast.
+        attn_mask: broadcastable to [..., L, S]: bool, True = attend, or of query's dtype (or float32), added to the
+            scaled scores, with a gradient of its own. A `torch.nn.attention.bias.CausalBias` names a corner.
+        dropout_p: probability in [0, 1] with which a pair is dropped, also outside of training, as PyTorch does.
+        is_causal: query i sees keys 0 .. i (the upper left corner); not together with ``attn_mask``.
+        scale: 1 / sqrt(E) when omitted.
+        enable_gqa: query's heads, dimension -3, may be a multiple of those of key and value.
+
+    Returns:
+        [..., L, Ev]. A query that may attend to nothing gives 0.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: before any work, in one line that names the argument and the fix.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
+    """
+    if attn_mask is not None and is_causal:
+        raise RuntimeError(
+            "is_causal must be False where attn_mask is given, but is True; put the causal mask into attn_mask"
+        )
+    causal: Any = "upper_left" if is_causal else False
+    if isinstance(attn_mask, CausalBias):
+        causal, attn_mask = _CORNERS[attn_mask.variant], None
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() < 2:
+            raise ValueError(
+                f"{name} must have at least 2 dimensions, [..., length, width], but has shape "
+                f"{list(tensor.shape)}; add the missing ones with unsqueeze"
+            )
+    lead = _leading(query, key, value, enable_gqa)
+    query = _four_dims(query.expand(*lead, -1, -1), lead)
+    key, value = (_four_dims(tensor, lead, keep_heads=True) for tensor in (key, value))
+    if key.shape[1] != value.shape[1]:
+        heads = math.lcm(key.shape[1], value.shape[1])
+        key, value = (t.repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
+    if dropout_p == 1.0:  # nothing is left, and nothing gets a gradient: as behind a mask
+        attn_mask, causal, dropout_p = query.new_zeros((1, 1), dtype=torch.bool), False, 0.0
+    pairs = None if attn_mask is None else _four_dims(attn_mask, lead, keep_ones=True)
+    is_mask = pairs is not None and pairs.dtype == torch.bool
+    out = attention(
+        query,
+        key,
+        value,
+        pairs if is_mask else None,
+        bias=None if is_mask else pairs,
+        causal=causal,
+        dropout_p=dropout_p,
+        scale=scale,
+    )
+    if len(lead) > 2:
+        return out.unflatten(0, lead[:-1])
+    return out[(0,) * (2 - len(lead))]
+
+
+def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """What the leading dimensions broadcast to; with grouped queries the heads of key and value may be fewer."""
+    shapes = [tuple(tensor.shape[:-2]) for tensor in (query, key, value)]
+    if enable_gqa and all(shapes):
+        heads = shapes[0][-1]
+        for name, shape in (("key", shapes[1]), ("value", shapes[2])):
+            if shape[-1] == 0 or heads % shape[-1]:
+                raise ValueError(
+                    f"{name} must have a number of heads that divides query's {heads}, but has {shape[-1]}; "
+                    "each of its heads serves equally many of query's"
+                )
+        shapes = [shapes[0], *((*shape[:-1], heads) for shape in shapes[1:])]
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        raise ValueError(
+            "query, key and value must have leading dimensions that broadcast, but have shapes "
+            f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}; with fewer heads in key and value "
+            "pass enable_gqa=True"
+        ) from None
+
+
+def _four_dims(
+    tensor: Tensor, lead: tuple[int, ...], keep_heads: bool = False, keep_ones: bool = False
+) -> Tensor:
+    """[..., rows, columns] as [B, H, rows, columns]: leading dimensions beyond the heads become the batch.
+
+    keep_heads: the last leading dimension is not expanded; keep_ones: nor is any other, unless it must be.
+    """
+    tensor = tensor[(None,) * (len(lead) + 2 - tensor.dim())]
+    if not keep_ones:
+        heads = tensor.shape[-3] if keep_heads and lead else None
+        shape = lead if heads is None else (*lead[:-1], heads)
+        tensor = tensor.expand(*shape, -1, -1)
+    elif any(size != 1 for size in tensor.shape[:-3]):
+        tensor = tensor.expand(*lead[:-1], -1, -1, -1)
+    return tensor[(None,) * (4 - tensor.dim())] if tensor.dim() < 5 else tensor.flatten(0, -4)
+
+
+class sdpa_override(TorchFunctionMode):
+    """``with sdpa_override():`` every `F.scaled_dot_product_attention` inside is ours: of unmodified models too.
+
+    Calls that mha_ext has no kernel for (another device or dtype, nested or sparse tensors, heads wider than 1024)
+    go to PyTorch as before. Works in eager mode and around or inside a `torch.compile`d function.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _where_there_is_a_kernel(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return _multi_head_attention_forward(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _where_there_is_a_kernel(*args: Any, **kwargs: Any) -> Tensor:
+    if _has_kernel(*args[:3], **kwargs):
+        return scaled_dot_product_attention(*args, **kwargs)
+    return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def _has_kernel(query: Any = None, key: Any = None, value: Any = None, **_: Any) -> bool:
+    tensors = (query, key, value)
+    return all(
+        isinstance(tensor, Tensor)
+        and not tensor.is_nested
+        and tensor.layout == torch.strided
+        and tensor.device.type in _DEVICES
+        and tensor.dtype in _DTYPES
+        and tensor.dim() >= 2
+        and tensor.shape[-1] <= _MOST_HEAD_DIM
+        for tensor in tensors
+    )
+
+
+# What nn.MultiheadAttention calls. A mode sees it as one function and nothing inside it; so here it is once more,
+# with another name bound inside.
+_multi_head_attention_forward = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {
+        **vars(F),
+        "scaled_dot_product_attention": _where_there_is_a_kernel,
+        "has_torch_function": lambda _: False,
+    },
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
