@@ -56,8 +56,9 @@ class FastLinear(nn.Linear):
 def kernel_is_faster() -> bool:
     """Whether this machine runs float32 products clearly faster in the kernel than in PyTorch.
 
-    MHA_EXT_FAST_LINEAR=1 or =0 decides it. Otherwise: no on Intel, whose own library is at the peak there; elsewhere
-    (that library takes a slower path on other vendors' processors) it is measured, once, in about 30 milliseconds.
+    MHA_EXT_FAST_LINEAR=1 or =0 decides it. Otherwise: no on Intel, where PyTorch's library (MKL) is as fast in a
+    training step; elsewhere, where that library may leave AVX-512 unused, it is measured, once, in about 30
+    milliseconds.
     """
     global _decision
     if _decision is None:

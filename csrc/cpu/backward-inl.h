@@ -5,6 +5,8 @@
 namespace mha_ext::cpu {
 namespace {
 
+enum class Finite : char { kUnknown, kNo, kYes };
+
 template <class K>
 struct BackwardScratch : GradScratch<K> {
   using T = typename K::T;
@@ -13,6 +15,7 @@ struct BackwardScratch : GradScratch<K> {
   Unit *keys_in, *keys_across, *values_in, *pairs, *pair_rows, *clean_keys;
   Operand* key_columns;  // of each tile
   bool* touched;         // whether the tile's grad_key and grad_value hold something
+  Finite* finite;        // whether the tile's keys are
   typename K::S* clean;
   T *total, *grad_query, *grad_key, *grad_value, *one;
 
@@ -27,6 +30,7 @@ struct BackwardScratch : GradScratch<K> {
     values_in = arena.take<Unit>(length * operand_width<K>(a.value_dim));
     key_columns = arena.take<Operand>(tiles);
     touched = arena.take<bool>(tiles);
+    finite = arena.take<Finite>(tiles);
     pairs = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
     pair_rows = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
     total = arena.take<T>(query_sum_size(a));
@@ -101,21 +105,35 @@ void update_product(Update update, Operand a, int64_t rows, int64_t count,
 template <class K>
 void add_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K>& tile,
                    Operand key_columns, BackwardScratch<K>& w) {
-  const int64_t ld = padded<K>(a.head_dim), ldv = padded<K>(a.value_dim);
-  const int64_t units = units_of<K>(tile.rows), vectors = vectors_of<K>(tile.rows);
+  constexpr int64_t kStep = K::Dot::kStep;
+  const int64_t vectors = vectors_of<K>(tile.rows);
   const Update update = tile.fresh ? Update::kStore : Update::kAdd;
-  if (g.grad_value.data)
-    update_product<K, Contiguous::kAlongT>(
-        update, tile_operand<K>(w.p, tile.keys, tile.rows, w.pair_rows), tile.keys, units,
-        w.grad_out_rows, ldv, ldv / K::kLanes, w.grad_value + tile.at * ldv, ldv);
-  if (g.grad_key.data)
-    update_product<K, Contiguous::kAlongT>(
-        update, tile_operand<K>(w.ds, tile.keys, tile.rows, w.pair_rows), tile.keys, units,
-        w.query_rows, ld, ld / K::kLanes, w.grad_key + tile.at * ld, ld);
-  if (g.grad_query.data)
+  // to[key][width] += weights^T rows, over the queries that need the key
+  const auto add_keys = [&](const typename K::T* weights, const typename K::Unit* rows,
+                            int64_t width, typename K::T* to) {
+    const Operand all = tile_operand<K>(weights, tile.keys, tile.rows, w.pair_rows);
+    for_band_keys<K>(w.bands, tile.keys, tile.rows, [&](Range keys, Range queries) {
+      const int64_t unit = queries.begin / kStep;
+      const Operand from{all.data + keys.begin * all.m_stride + unit * all.t_stride, all.m_stride,
+                         all.t_stride};
+      update_product<K, Contiguous::kAlongT>(update, from, keys.end - keys.begin,
+                                             units_of<K>(queries.end - queries.begin),
+                                             rows + unit * width, width, width / K::kLanes,
+                                             to + (tile.at + keys.begin) * width, width);
+    });
+  };
+  if (g.grad_value.data) add_keys(w.p, w.grad_out_rows, padded<K>(a.value_dim), w.grad_value);
+  if (g.grad_key.data) add_keys(w.ds, w.query_rows, padded<K>(a.head_dim), w.grad_key);
+  if (!g.grad_query.data) return;
+  const typename K::Unit* ds = tile_vectors<K>(w.ds, tile.keys, vectors, w.pairs);
+  for_bands<K>(w.bands, tile.keys, vectors, [&](Range seen, int64_t first, int64_t count) {
+    const int64_t unit = seen.begin / kStep, lane = first * K::kLanes;
+    const Operand from{key_columns.data + unit * key_columns.t_stride, key_columns.m_stride,
+                       key_columns.t_stride};
     update_product<K, Contiguous::kAlongM>(
-        tile.query_update, key_columns, a.head_dim, units_of<K>(tile.keys),
-        tile_vectors<K>(w.ds, tile.keys, vectors, w.pairs), kRow, vectors, tile.grad_query, kRow);
+        tile.query_update, from, a.head_dim, units_of<K>(seen.end - seen.begin),
+        ds + unit * kRow + lane, kRow, count, tile.grad_query + lane, kRow);
+  });
 }
 
 // The same for a partial tile whose operands are not finite.
@@ -192,6 +210,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
       columns = {key_rows.data + at * key_rows.m_stride, sizeof(typename K::Unit),
                  key_rows.m_stride};
     w.touched[at / kTile] = uniform;
+    w.finite[at / kTile] = Finite::kUnknown;
   }
 
   for (int64_t h = kv * group; h < (kv + 1) * group; h++)
@@ -229,6 +248,10 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
               pack_rows<K>(grad_out, g.grad_out.row, rows, a.value_dim, w.grad_out_rows, ldv);
             loaded = true;
           }
+          if (k0 + kTile < end)
+            ask_pairs<K>(a, b, h, q0, k0 + kTile, w.ahead);
+          else if (block + 1 < blocks)
+            ask_pairs<K>(a, b, h, q0 + kTile, begin, w.ahead);
           const auto rows_from = [&](Operand o) {
             return Operand{o.data + at * o.m_stride, o.m_stride, o.t_stride};
           };
@@ -258,7 +281,11 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
                   all_finite<K>(query, a.query.row, rows, a.head_dim) &&
                   (!g.grad_out.data || all_finite<K>(grad_out, g.grad_out.row, rows, a.value_dim));
             checked = true;
-            dirty = !(finite && all_finite<K>(tile.key, a.key.row, keys, a.head_dim));
+            Finite& keys_finite = w.finite[at / kTile];
+            if (keys_finite == Finite::kUnknown)
+              keys_finite =
+                  all_finite<K>(tile.key, a.key.row, keys, a.head_dim) ? Finite::kYes : Finite::kNo;
+            dirty = !finite || keys_finite == Finite::kNo;
           }
           if (dirty)
             add_dirty_gradients<K>(a, g, tile, w);

@@ -132,7 +132,7 @@ Visibility gradient_tangent_tile(const Attention& a, const AttentionGrad& g,
   using X = typename K::X;
   using V = typename X::V;
   using M = typename X::M;
-  Visibility visible = tile_visibility(a, b, h, q0, rows, k0, keys, w.bits);
+  Visibility visible = visibility_of<K>(a, b, h, q0, rows, k0, keys, w.bits);
   if (visible == Visibility::kEmpty) return visible;
   visible =
       scores<K>(a, b, h, q0, rows, k0, keys, w.query, from.key, visible, w.bits, w.p, w.extra);

@@ -34,6 +34,7 @@ struct ForwardScratch {
   uint64_t *bits, *keep;
   typename K::S* clean;
   char* sums;  // states of the blocks over the ranges of keys that are done
+  Range bands[kMostBands];
   Ahead ahead;
 
   ForwardScratch(const Attention& a, Arena& arena) {
@@ -144,21 +145,27 @@ void select_tile(const uint64_t* bits, int64_t keys, int64_t vectors, typename K
 // not finite, and the tile is partial.
 template <class K>
 void add_values(const Attention& a, const typename K::S* value, Operand columns, int64_t vectors,
-                int64_t keys, bool dirty, bool started, ForwardScratch<K>& w, typename K::T* out) {
+                int64_t keys, const Range* bands, bool dirty, bool started, ForwardScratch<K>& w,
+                typename K::T* out) {
   using X = typename K::X;
   using Dot = typename K::Dot;
-  const int64_t width = a.value_dim, units = units_of<K>(keys);
+  const int64_t width = a.value_dim;
   if (dirty) {
     clean_copy<K>(value, a.value.row, keys, width, w.clean);
     columns = columns_operand<K>(w.clean, width, keys, width, w.value);
   }
   const typename K::Unit* p = tile_vectors<K>(w.s, keys, vectors, w.pairs);
-  if (started)
-    product<X, Dot, Contiguous::kAlongM, Update::kAdd>(columns, width, units, p, kRow, vectors, out,
-                                                       kRow, &w.ahead);
-  else
-    product<X, Dot, Contiguous::kAlongM, Update::kStore>(columns, width, units, p, kRow, vectors,
-                                                         out, kRow, &w.ahead);
+  for_bands<K>(bands, keys, vectors, [&](Range seen, int64_t first, int64_t count) {
+    const int64_t unit = seen.begin / Dot::kStep, lane = first * K::kLanes;
+    const Operand from{columns.data + unit * columns.t_stride, columns.m_stride, columns.t_stride};
+    const int64_t units = units_of<K>(seen.end - seen.begin);
+    if (started)
+      product<X, Dot, Contiguous::kAlongM, Update::kAdd>(from, width, units, p + unit * kRow + lane,
+                                                         kRow, count, out + lane, kRow, &w.ahead);
+    else
+      product<X, Dot, Contiguous::kAlongM, Update::kStore>(
+          from, width, units, p + unit * kRow + lane, kRow, count, out + lane, kRow, &w.ahead);
+  });
   if (dirty) {
     add_nonfinite_lanes<K>(w.s, w.bits, value, a.value.row, keys, width, out);
     columns_operand<K>(value, a.value.row, keys, width, w.value);  // as the other blocks want it
@@ -220,9 +227,12 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     bool packed = false, checked = false, finite = true;
     for (int64_t i = 0; i < count; i++) {
       QueryBlock<K>& q = w.blocks[i];
-      Visibility visible =
-          tile_visibility<typename K::X::U::Bytes>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
+      Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
       if (visible == Visibility::kEmpty) continue;
+      if (i + 1 < count)
+        ask_pairs<K>(a, b, h, q.q0 + kTile, k0, w.ahead);
+      else if (k0 + kTile < seen.end)
+        ask_pairs<K>(a, b, h, q0, k0 + kTile, w.ahead);
       if (!q.packed) {
         pack_query<K>(a, b, h, q.q0, q.rows, q.query);
         q.packed = true;
@@ -239,11 +249,18 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
         if (with_values) ask_rows<K>(a.out, b, h, q.q0, q0 + rows, a.value_dim, w.ahead);
         if (q0 == 0 && i + 1 == count) ask_next_head<K>(a, b, h, with_values, w.ahead);
       }
+      const Range* const bands =
+          find_bands<K>(a, b, q.q0, q.rows, k0, keys, w.bands) ? w.bands : nullptr;
       visible = scores<K>(a, b, h, q.q0, q.rows, k0, keys, q.query, key_rows, visible, w.bits, w.s,
-                          w.extra, &w.ahead);
+                          w.extra, &w.ahead, bands);
       const bool partial = visible == Visibility::kPartial;
       if (partial) select_tile<K>(w.bits, keys, q.vectors, -(T)INFINITY, w.s);
-      softmax_tile<K>(keys, q.vectors, w.s, q.m, q.l, q.out, q.started ? value_dim : 0);
+      for_bands<K>(bands, keys, q.vectors, [&](Range seen, int64_t first, int64_t count) {
+        const int64_t lane = first * K::kLanes;
+        if (seen.begin < seen.end)
+          softmax_tile<K>(seen.end - seen.begin, count, w.s + seen.begin * kRow + lane, q.m + lane,
+                          q.l + lane, q.out + lane, q.started ? value_dim : 0);
+      });
       if (!with_values) continue;
       if (partial && !checked) {
         finite = all_finite<K>(value, a.value.row, keys, a.value_dim);
@@ -253,8 +270,8 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
         dropout_tile<K>(a, b, h, q.q0, q.rows, k0, keys, w.keep);
         select_tile<K>(w.keep, keys, q.vectors, 0, w.s);
       }
-      add_values<K>(a, value, value_columns, q.vectors, keys, partial && !finite, q.started, w,
-                    q.out);
+      add_values<K>(a, value, value_columns, q.vectors, keys, bands, partial && !finite, q.started,
+                    w, q.out);
       q.started = true;
     }
   }
@@ -297,7 +314,7 @@ void finish_block(const Attention& a, int64_t b, int64_t h, QueryBlock<K>& q,
       const typename K::S* value = row_of<K>(a.value, b, kv_head(a, h), k0);
       uniform_tile<K>(a, b, h, q.q0, q.rows, k0, keys, empty, w.keep, w.s);
       const Operand columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value);
-      add_values<K>(a, value, columns, q.vectors, keys, false, k0 > 0, w, w.extra);
+      add_values<K>(a, value, columns, q.vectors, keys, nullptr, false, k0 > 0, w, w.extra);
     }
     for (int64_t d = 0; d < a.value_dim; d++)
       for (int64_t i = 0; i < q.vectors; i++) {

@@ -12,6 +12,9 @@ struct GradScratch {
   T *p, *ds, *extra;
   T *high, *low, *shift;  // of each query: exp subtracts lse = high + low, dP its delta
   uint64_t *bits, *keep;
+  Range bands_storage[kMostBands];
+  const Range* bands;  // of the tile, or nullptr
+  Ahead ahead;
 
   GradScratch(const Attention& a, Arena& arena) {
     query = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);
@@ -74,10 +77,10 @@ void load_queries(const Attention& a, const AttentionGrad& g, int64_t b, int64_t
     pack_lanes<K>(row_of<K>(g.grad_out, b, h, q0), g.grad_out.row, rows, a.value_dim, w.grad_out);
 }
 
-// From S and dP: w.p = P, or Z without the factor of dropout, w.ds = dS. `kVectors` of them are the
-// lanes of one pass, so that what belongs to a query stays in registers.
+// From S and dP of the keys of `seen`: w.p = P, or Z without the factor of dropout, w.ds = dS.
+// `kVectors` of them are the lanes of one pass, so that what belongs to a query stays in registers.
 template <class K, bool kDropout, bool kPartial, int kVectors>
-void gradient_lanes(int64_t lane, int64_t keys, typename K::T keep_scale, GradScratch<K>& w) {
+void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScratch<K>& w) {
   using X = typename K::X;
   using V = typename X::V;
   V high[kVectors], low[kVectors], shift[kVectors];
@@ -88,8 +91,8 @@ void gradient_lanes(int64_t lane, int64_t keys, typename K::T keep_scale, GradSc
     shift[i] = X::load(w.shift + lane + i * K::kLanes);
   }
   const V kept_scale = X::set(keep_scale);
-  typename K::T *p = w.p + lane, *ds = w.ds + lane;
-  for (int64_t n = 0; n < keys; n++, p += kRow, ds += kRow) {
+  typename K::T *p = w.p + seen.begin * kRow + lane, *ds = w.ds + seen.begin * kRow + lane;
+  for (int64_t n = seen.begin; n < seen.end; n++, p += kRow, ds += kRow) {
     const uint64_t keep = kDropout ? w.keep[n] >> lane : 0, bits = kPartial ? w.bits[n] >> lane : 0;
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; i++) {
@@ -116,11 +119,23 @@ void gradient_lanes(int64_t lane, int64_t keys, typename K::T keep_scale, GradSc
 template <class K, bool kDropout, bool kPartial>
 void gradient_rows(int64_t vectors, int64_t keys, double keep_scale, GradScratch<K>& w) {
   constexpr int kMost = K::X::kRegisters == 32 ? 4 : 1;
-  int64_t i = 0;
-  for (; i + kMost <= vectors; i += kMost)
-    gradient_lanes<K, kDropout, kPartial, kMost>(i * K::kLanes, keys, (typename K::T)keep_scale, w);
-  for (; i < vectors; i++)
-    gradient_lanes<K, kDropout, kPartial, 1>(i * K::kLanes, keys, (typename K::T)keep_scale, w);
+  const auto zero = [&](Range range, int64_t lane, int64_t count) {
+    for (int64_t n = range.begin; n < range.end; n++)
+      for (int64_t i = lane; i < lane + count * K::kLanes; i += K::kLanes) {
+        K::X::store(w.p + n * kRow + i, K::X::zero());
+        K::X::store(w.ds + n * kRow + i, K::X::zero());
+      }
+  };
+  for_bands<K>(w.bands, keys, vectors, [&](Range seen, int64_t first, int64_t count) {
+    int64_t i = first;
+    for (; i + kMost <= first + count; i += kMost)
+      gradient_lanes<K, kDropout, kPartial, kMost>(i * K::kLanes, seen, (typename K::T)keep_scale,
+                                                   w);
+    for (; i < first + count; i++)
+      gradient_lanes<K, kDropout, kPartial, 1>(i * K::kLanes, seen, (typename K::T)keep_scale, w);
+    zero({0, seen.begin}, first * K::kLanes, count);
+    zero({seen.end, keys}, first * K::kLanes, count);
+  });
 }
 
 // w.p = Z (without the factor of dropout), w.ds = dS of one tile; hidden pairs are 0, whatever they
@@ -129,15 +144,17 @@ template <class K>
 Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
                          int64_t q0, int64_t rows, int64_t k0, int64_t keys, Operand key_rows,
                          Operand value_rows, GradScratch<K>& w) {
-  Visibility visible = tile_visibility(a, b, h, q0, rows, k0, keys, w.bits);
+  Visibility visible = visibility_of<K>(a, b, h, q0, rows, k0, keys, w.bits);
   if (visible == Visibility::kEmpty) return visible;
-  visible =
-      scores<K>(a, b, h, q0, rows, k0, keys, w.query, key_rows, visible, w.bits, w.p, w.extra);
+  w.bands = find_bands<K>(a, b, q0, rows, k0, keys, w.bands_storage) ? w.bands_storage : nullptr;
+  visible = scores<K>(a, b, h, q0, rows, k0, keys, w.query, key_rows, visible, w.bits, w.p, w.extra,
+                      &w.ahead, w.bands);
   const int64_t vectors = vectors_of<K>(rows);
   if (g.grad_weights.data)
     load_pairs<K, typename K::S>(g.grad_weights, b, h, q0, rows, k0, keys, w.ds);
   else
-    score_product<K>(value_rows, keys, a.value_dim, w.grad_out, vectors, w.ds);
+    score_product_bands<K>(w.bands, value_rows, keys, a.value_dim, w.grad_out, vectors, w.ds,
+                           &w.ahead);
   const bool partial = visible == Visibility::kPartial, dropout = a.dropout.seed != nullptr;
   if (dropout) dropout_tile<K>(a, b, h, q0, rows, k0, keys, w.keep);
   const double keep_scale = a.dropout.keep_scale;

@@ -16,6 +16,8 @@ TARGET_BEGIN(
 #include "product-inl.h"
 #include "tile-inl.h"
 //
+#include "bands-inl.h"
+//
 #include "pairs_avx512-inl.h"
 
 namespace mha_ext::cpu {

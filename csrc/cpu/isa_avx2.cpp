@@ -14,6 +14,8 @@ TARGET_BEGIN("avx2,fma,f16c,bmi,bmi2")
 #include "product-inl.h"
 #include "tile-inl.h"
 //
+#include "bands-inl.h"
+//
 #include "scores-inl.h"
 //
 #include "forward-inl.h"

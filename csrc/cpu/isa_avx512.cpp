@@ -14,6 +14,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 #include "product-inl.h"
 #include "tile-inl.h"
 //
+#include "bands-inl.h"
+//
 #include "scores-inl.h"
 //
 #include "forward-inl.h"

@@ -10,6 +10,8 @@
 #include "product-inl.h"
 #include "tile-inl.h"
 //
+#include "bands-inl.h"
+//
 #include "scores-inl.h"
 //
 #include "forward-inl.h"

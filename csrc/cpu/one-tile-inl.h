@@ -57,7 +57,7 @@ bool one_tile_weights(const Attention& a, int64_t b, int64_t h, Operand key_rows
     q.m[r] = -(T)INFINITY;
     q.l[r] = 0;
   }
-  Visibility visible = tile_visibility(a, b, h, q.q0, q.rows, 0, a.keys, w.bits);
+  Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, 0, a.keys, w.bits);
   if (visible == Visibility::kEmpty) {
     for (int64_t n = 0; n < a.keys; n++) w.bits[n] = 0;
     for (int64_t i = 0; i < a.keys * kRow; i++) w.s[i] = 0;

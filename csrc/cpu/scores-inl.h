@@ -140,19 +140,32 @@ void few_scores_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64
   }
 }
 
-// S[key][64 queries] = scale Q K^T + bias. A bias of -inf hides the pair: `visible` and `bits` say
-// so.
+// score_product of each band; what no band needs is left as it is.
+template <class K>
+void score_product_bands(const Range* bands, Operand rows, int64_t keys, int64_t columns,
+                         const typename K::Unit* lanes, int64_t vectors, typename K::T* tile,
+                         Ahead* ahead = nullptr) {
+  for_bands<K>(bands, keys, vectors, [&](Range seen, int64_t first, int64_t count) {
+    const Operand from{rows.data + seen.begin * rows.m_stride, rows.m_stride, rows.t_stride};
+    const int64_t lane = first * K::kLanes;
+    score_product<K>(from, seen.end - seen.begin, columns, lanes + lane, count,
+                     tile + seen.begin * kRow + lane, ahead);
+  });
+}
+
+// S[key][64 queries] = scale Q K^T + bias, of the bands. A bias of -inf hides the pair: `visible`
+// and `bits` say so.
 template <class K>
 Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
                   int64_t keys, const typename K::Unit* query_lanes, Operand key_rows,
                   Visibility visible, uint64_t* bits, typename K::T* s, typename K::T* scratch,
-                  Ahead* ahead = nullptr) {
+                  Ahead* ahead = nullptr, const Range* bands = nullptr) {
   using X = typename K::X;
   const int64_t vectors = vectors_of<K>(rows);
   if (a.queries <= kFewQueries) {
     few_scores_tile<K>(a, b, h, q0, rows, k0, keys, s);
   } else {
-    score_product<K>(key_rows, keys, a.head_dim, query_lanes, vectors, s, ahead);
+    score_product_bands<K>(bands, key_rows, keys, a.head_dim, query_lanes, vectors, s, ahead);
     if constexpr (K::kPairs) scale_tile<K>((typename K::T)a.scale, keys, vectors, s);
   }
   if (!a.bias.data) return visible;

@@ -269,7 +269,7 @@ void forward_tangent(const Attention& a, const AttentionTangent& t, int64_t b, i
     bool packed = false;
     for (int64_t i = 0; i < count; i++) {
       TangentBlock<K>& q = w.blocks[i];
-      Visibility visible = tile_visibility(a, b, h, q.q0, q.rows, k0, keys, w.bits);
+      Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
       if (visible == Visibility::kEmpty) continue;
       if (!packed) {
         const auto rows_at = [&](const Rows& from, typename K::Unit* to) {

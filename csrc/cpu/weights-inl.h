@@ -43,7 +43,7 @@ void weights(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
   pack_query<K>(a, b, h, q0, rows, q.query);
   for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
     const int64_t keys = min_of(kTile, a.keys - k0);
-    Visibility visible = tile_visibility(a, b, h, q0, rows, k0, keys, w.bits);
+    Visibility visible = visibility_of<K>(a, b, h, q0, rows, k0, keys, w.bits);
     if (visible == Visibility::kEmpty) {
       for (int64_t i = 0; i < keys * kRow; i++) w.s[i] = 0;
     } else {
