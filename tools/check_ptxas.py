@@ -25,10 +25,13 @@ import toolchain  # noqa: E402
 # registers leaves room for one more on a multiprocessor. Dynamic shared memory is checked where the
 # kernels run: tests/cuda.
 BUDGETS = [
-    (r"forward_half_kernel", 255),
-    (r"forward_wide_kernel<.*double", 255),
-    (r"forward_wide_kernel", 232),
-    (r"combine_kernel|uniform_rows_kernel", 64),
+    (r"forward_half_kernel|backward_half_kernel|bias_half_kernel", 255),
+    (r"_wide_kernel<.*double|wide_gradient_kernel|wide_bias_kernel<.*double", 255),
+    (r"forward_wide_kernel|wide_bias_kernel", 232),
+    (
+        r"combine_kernel|uniform_rows_kernel|delta_kernel|bias_finish_kernel|constant_bias_kernel",
+        64,
+    ),
 ]
 STATIC_SHARED = 0  # bytes
 
@@ -48,7 +51,7 @@ def report(nvcc: list[str], source: Path, architecture: str) -> list[tuple[str, 
         spills = sum(map(int, re.findall(r"(\d+) bytes spill", part)))
         registers = int(re.findall(r"Used (\d+) registers", part)[0])
         shared = sum(map(int, re.findall(r"(\d+) bytes smem", part)))
-        short = re.sub(r"mha_ext::(cuda::)?|\(.*|^void ", "", name)
+        short = re.sub(r"mha_ext::(cuda::)?|\((?!mha_ext::cuda::Output).*|^void ", "", name)
         budget = next((limit for pattern, limit in BUDGETS if re.search(pattern, name)), 0)
         fine = spills == 0 and registers <= budget and shared <= STATIC_SHARED
         numbers = f"{registers} of {budget} registers, {spills} bytes of spills, {shared} shared"

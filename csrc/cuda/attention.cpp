@@ -7,6 +7,7 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
+#include <array>
 #include <tuple>
 #include <vector>
 
@@ -70,9 +71,67 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   return {out, lse, lse_low};
 }
 
+// Where the gradients of one call go, and delta.
+struct Gradients {
+  Tensor query, key, value, bias, delta;
+  Groups<AttentionGrad> groups;
+};
+Gradients gradients(const Tensor& query, const Tensor& key, const Tensor& value,
+                    const OptionalTensor& bias, const std::array<bool, 4>& wanted, size_t count,
+                    std::vector<Tensor>& keep) {
+  // Tiles in which no pair is visible are not written.
+  Gradients g{empty_grad(query, wanted[0]),
+              empty_grad(key, wanted[1]),
+              empty_grad(value, wanted[2]),
+              empty_grad_bias(query, bias, wanted[3]).zero_(),
+              empty_lse(query),
+              Groups<AttentionGrad>(count)};
+  set(g.groups, &AttentionGrad::delta, g.delta, keep);
+  if (wanted[0]) set(g.groups, &AttentionGrad::grad_query, g.query, keep);
+  if (wanted[1]) set(g.groups, &AttentionGrad::grad_key, g.key, keep);
+  if (wanted[2]) set(g.groups, &AttentionGrad::grad_value, g.value, keep);
+  if (wanted[3] && bias) set(g.groups, &AttentionGrad::grad_bias, g.bias);
+  return g;
+}
+
+void set_lse(Groups<Attention>& groups, const Tensor& lse, const OptionalTensor& lse_low,
+             std::vector<Tensor>& keep) {
+  set(groups, &Attention::lse, lse, keep);
+  if (lse_low) set(groups, &Attention::lse_low, *lse_low, keep);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& lse_low,
+    const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_lengths,
+    const OptionalTensor& seed, OptionalString corner, OptionalSymInt window_left,
+    OptionalSymInt window_right, double dropout_p, double scale, bool uniform_empty_rows,
+    c10::SymIntArrayRef origin, std::array<bool, 4> output_mask) {
+  const c10::DeviceGuard guard(query.device());
+  std::vector<Tensor> keep;
+  Groups<Attention> groups = describe(
+      query, key, &value, mask, bias, key_lengths, seed,
+      {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
+  check_saved(grad_out, grad_lse, query, value, out, lse, lse_low);
+  check_width("query", query);
+  check_width("value", value);
+  set(groups, &Attention::out, out, keep);
+  set_lse(groups, lse, lse_low, keep);
+  Gradients g = gradients(query, key, value, bias, output_mask, groups.size(), keep);
+  set(g.groups, &AttentionGrad::grad_out, grad_out, keep);
+  if (grad_lse) set(g.groups, &AttentionGrad::grad_lse, *grad_lse, keep);
+  const Tensor scratch =
+      at::empty({backward_scratch_bytes(groups[0], g.groups[0])}, query.options().dtype(at::kByte));
+  const Stream stream = current_stream(query.device());
+  for (int64_t i = 0; i < group_count(query); i++)
+    check_launch(backward(groups[i], g.groups[i], scratch.mutable_data_ptr(), stream));
+  return {g.query, g.key, g.value, g.bias};
+}
+
 }  // namespace
 }  // namespace mha_ext::cuda
 
 TORCH_LIBRARY_IMPL(mha_ext, CUDA, m) {
   m.impl("attention_forward", mha_ext::cuda::attention_forward);
+  m.impl("attention_backward", mha_ext::cuda::attention_backward);
 }

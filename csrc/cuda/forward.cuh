@@ -1,8 +1,7 @@
 // What the forward kernels share: the cut of the keys into parts, what a part leaves for the
 // others, and the end of a row.
 #pragma once
-#include "launch.cuh"
-#include "pairs.cuh"
+#include "softmax.cuh"
 
 namespace mha_ext::cuda {
 
@@ -47,41 +46,9 @@ DEVICE Place place_of(const Attention& a, int64_t row, int64_t queries, int64_t 
   return {b, h, kv_head(a, h), (tiles - 1 - tile) * queries, blockIdx.x % parts};
 }
 
-// The numbers of the softmax of storage type S: P = base^(S / log_base - level). On the tensor
-// cores the base is 2, and log_base the inverse of the float that scores are multiplied by.
-constexpr float kLog2E = 1.44269504f;
-template <class S>
-struct Softmax {
-  using T = float;
-  static constexpr double kLogBase = 1 / (double)kLog2E;
-  DEVICE_MEMBER static T power(T x) { return exp2_approximate(x); }
-};
-template <>
-struct Softmax<float> {
-  using T = float;
-  static constexpr double kLogBase = 1;
-  DEVICE_MEMBER static T power(T x) { return expf(x); }
-};
-template <>
-struct Softmax<double> {
-  using T = double;
-  static constexpr double kLogBase = 1;
-  DEVICE_MEMBER static T power(T x) { return exp(x); }
-};
-
-// lse of a row with this level and sum of P, or -inf where the row has seen nothing.
-template <class S, class T>
-DEVICE void store_lse(const Attention& a, int64_t at, T level, T l) {
-  T high = -(T)INFINITY, low = 0;
-  if (l != 0) split_sum((double)level * Softmax<S>::kLogBase, log((double)l), &high, &low);
-  ((T*)a.lse)[at] = high;
-  ((T*)a.lse_low)[at] = low;
-}
-
 // Adds the parts of one row in order; one warp a row, its lanes along the width.
-constexpr int kRowThreads = 128;  // of kernels that give each row to one warp
 template <class S, class T>
-__global__ void LAUNCH_BOUNDS(kRowThreads)
+__global__ void LAUNCH_BOUNDS(kRowThreads, 8)
     combine_kernel(const GRID_CONSTANT Attention a, const PartialSums<T> sums,
                    const KeyParts parts) {
   const int64_t row = grid_row();
@@ -119,7 +86,7 @@ __global__ void LAUNCH_BOUNDS(kRowThreads)
 // few: one warp takes the mean, its lanes along the width, 64 keys at a time. `factor` is 1 / Lk,
 // and that of dropout.
 template <class S>
-__global__ void LAUNCH_BOUNDS(kRowThreads)
+__global__ void LAUNCH_BOUNDS(kRowThreads, 8)
     uniform_rows_kernel(const GRID_CONSTANT Attention a, typename Softmax<S>::T factor) {
   using T = typename Softmax<S>::T;
   const int64_t row = grid_row();

@@ -5,14 +5,14 @@
 // this one is used.
 #pragma once
 #include "forward.cuh"
-#include "fragments.cuh"
-#include "rows.cuh"
+#include "half.cuh"
 
 namespace mha_ext::cuda {
 
 template <class S_, int kWidth_>
 struct HalfForward {
   using S = S_;
+  static constexpr bool kOwnsKeys = false;
   static constexpr int kWidth = kWidth_;  // D and Dv are at most this
   static constexpr int kFragments = kWidth <= 64 ? 2 : 1, kKeys = kWidth <= 128 ? 64 : 32;
   static constexpr int kThreads = 128, kRows = kThreads / kWarp * 16 * kFragments;
@@ -41,63 +41,6 @@ DEVICE void clear_out(RowState<F>& rows) {
     for (int n = 0; n < F::kWidth / 8; n++)
 #pragma unroll
       for (int e = 0; e < 4; e++) rows.out[m][n][e] = 0;
-}
-
-// The bits of a lane's fragments from the words of its rows: lane r of the warp holds that of row
-// r.
-template <class F>
-DEVICE void fragment_bits(uint64_t word, uint32_t (&bits)[F::kFragments]) {
-  const int lane = lane_id();
-#pragma unroll
-  for (int m = 0; m < F::kFragments; m++) {
-    const uint64_t low = shuffle(word, 16 * m + lane / 4),
-                   high = shuffle(word, 16 * m + lane / 4 + 8);
-    bits[m] = pairs_of_bytes(low >> lane % 4 * 2) | pairs_of_bytes(high >> lane % 4 * 2) << 16;
-  }
-}
-template <class F>
-DEVICE void kept_bits(const Attention& a, const Place& place, int64_t i0, int64_t k0,
-                      uint32_t (&bits)[F::kFragments]) {
-  const int lane = lane_id();
-#pragma unroll
-  for (int m = 0; m < F::kFragments; m++) {
-    uint32_t halves[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int64_t i = i0 + 16 * m + 8 * half + lane / 4;
-      halves[half] =
-          pairs_of_bytes(kept_word(a, place.b, place.h, i, k0, F::kKeys) >> lane % 4 * 2);
-    }
-    bits[m] = halves[0] | halves[1] << 16;
-  }
-}
-
-// Adds the bias to the scores of one warp; -inf takes the pair's bit away. Whether any was.
-template <class F>
-DEVICE bool add_bias_tile(const Attention& a, const Place& place, int64_t i0, int64_t k0,
-                          float (&s)[F::kFragments][F::kColumns][4],
-                          uint32_t (&visible)[F::kFragments]) {
-  const int lane = lane_id();
-  bool hides = false;
-#pragma unroll
-  for (int m = 0; m < F::kFragments; m++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const int64_t i = i0 + 16 * m + 8 * (e / 2) + lane / 4;
-      const int64_t k = k0 + 2 * (lane % 4) + e % 2;
-      const int64_t at = bias_index(a, place.b, place.h, i, k);
-#pragma unroll
-      for (int j = 0; j < F::kColumns; j++) {
-        if (i >= a.queries || k + 8 * j >= a.keys) continue;
-        const float bias = read_bias(a, typename F::S{}, at + 8 * j * a.bias.key);
-        s[m][j][e] = add_bias(s[m][j][e], bias);
-        if (bias == -INFINITY) {
-          hides = true;
-          visible[m] &= ~(1u << (e / 2 * 16 + 2 * j + e % 2));
-        }
-      }
-    }
-  return hides;
 }
 
 // Raises the levels of rows whose scores exceed them by more than 2^8, and rescales what they have;
@@ -149,19 +92,6 @@ DEVICE void softmax_tile(float (&s)[F::kFragments][F::kColumns][4], RowState<F>&
     }
 }
 
-// s = bit ? s : otherwise
-template <class F>
-DEVICE void select_tile(const uint32_t (&bits)[F::kFragments], float otherwise,
-                        float (&s)[F::kFragments][F::kColumns][4]) {
-#pragma unroll
-  for (int m = 0; m < F::kFragments; m++)
-#pragma unroll
-    for (int j = 0; j < F::kColumns; j++)
-#pragma unroll
-      for (int e = 0; e < 4; e++)
-        if (!(bits[m] >> (e / 2 * 16 + 2 * j + e % 2) & 1)) s[m][j][e] = otherwise;
-}
-
 // One tile of keys of one warp.
 template <class F>
 DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles& seen, int64_t i0,
@@ -193,14 +123,14 @@ DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles
 #pragma unroll
       for (int e = 0; e < 4; e++) s[m][j][e] *= scale;
   if (a.bias.data) {
-    const bool hides = add_bias_tile<F>(a, place, i0, k0, s, visible);
+    const bool hides = add_bias_tile<F>(a, place.b, place.h, i0, k0, s, visible);
     partial |= ballot(hides) != 0;
   }
   if (partial) select_tile<F>(visible, -INFINITY, s);
   softmax_tile<F>(s, rows);
   if (a.dropout.seed) {
     uint32_t kept[F::kFragments];
-    kept_bits<F>(a, place, i0, k0, kept);
+    kept_bits<F>(a, place.b, place.h, i0, k0, kept);
     select_tile<F>(kept, 0, s);
   }
 
@@ -216,35 +146,6 @@ DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles
       multiply_across<S, F::kRowBytes, true>(p, F::value_tile(stage), columns, rows.out);
   if (ballot(dirty))
     add_nonfinite<S, F::kRowBytes>(p, visible, F::value_tile(stage), columns, rows.out);
-}
-
-template <class F>
-DEVICE void store_out(const Attention& a, const Place& place, int64_t i0, const RowState<F>& rows) {
-  using S = typename F::S;
-  const int lane = lane_id();
-#pragma unroll
-  for (int m = 0; m < F::kFragments; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int64_t i = i0 + 16 * m + 8 * half + lane / 4;
-      if (i >= a.queries) continue;
-      const float l = rows.l[m][half], factor = l != 0 ? (float)a.dropout.keep_scale / l : 0;
-      S* out = (S*)a.out.data + place.b * a.out.batch + place.h * a.out.head + i * a.out.row;
-      const bool pairs = (uintptr_t)out % 4 == 0 && a.value_dim % 2 == 0;
-#pragma unroll
-      for (int n = 0; n < F::kWidth / 8; n++) {
-        const int d = 8 * n + lane % 4 * 2;
-        if (d >= a.value_dim) break;
-        const uint32_t pair =
-            pack(S{}, rows.out[m][n][2 * half] * factor, rows.out[m][n][2 * half + 1] * factor);
-        if (pairs) {
-          *(uint32_t*)(out + d) = pair;
-        } else {
-          out[d].bits = (uint16_t)pair;
-          if (d + 1 < a.value_dim) out[d + 1].bits = (uint16_t)(pair >> 16);
-        }
-      }
-    }
 }
 
 template <class F>
@@ -272,7 +173,7 @@ DEVICE void store_part(const Attention& a, const Place& place, int64_t i0, int64
 }
 
 template <class F>
-__global__ void LAUNCH_BOUNDS(F::kThreads)
+__global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     forward_half_kernel(const GRID_CONSTANT Attention a, const PartialSums<float> sums,
                         const KeyParts parts) {
   using S = typename F::S;
@@ -331,10 +232,17 @@ __global__ void LAUNCH_BOUNDS(F::kThreads)
       if (parts.count == 1 && i < a.queries && lane_id() % 4 == 0)
         store_lse<S>(a, row * a.queries + i, rows.level[m][half], l);
     }
-  if (parts.count == 1)
-    store_out<F>(a, place, i0, rows);
-  else
+  if (parts.count == 1) {
+    float factor[F::kFragments][2];
+#pragma unroll
+    for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        factor[m][half] = rows.l[m][half] != 0 ? (float)a.dropout.keep_scale / rows.l[m][half] : 0;
+    store_fragments<S>(a.out, place.b, place.h, i0, a.queries, (int)a.value_dim, factor, rows.out);
+  } else {
     store_part<F>(a, place, i0, (row * parts.count + place.part) * a.queries, sums, rows);
+  }
 }
 
 template <class S, int kWidth>

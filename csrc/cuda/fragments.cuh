@@ -18,19 +18,18 @@ DEVICE void multiply_rows(Address left, int left_row, Address right, int columns
     for (int j = 0; j < kColumns; j++)
 #pragma unroll
       for (int e = 0; e < 4; e++) c[m][j][e] = 0;
+  left += swizzled<kRowBytes>(left_row + lane % 16, lane / 16);
+  right += swizzled<kRowBytes>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
   for (int k = 0; k < kRowBytes / 32; k++) {
     if (k * 16 >= columns) break;
     uint32_t x[kFragments][4];
 #pragma unroll
-    for (int m = 0; m < kFragments; m++)
-      load_matrices(x[m],
-                    left + swizzled<kRowBytes>(left_row + 16 * m + lane % 16, 2 * k + lane / 16));
+    for (int m = 0; m < kFragments; m++) load_matrices(x[m], stepped(left, k) + 16 * m * kRowBytes);
 #pragma unroll
     for (int j = 0; j < kColumns; j += 2) {
       uint32_t y[4];
-      load_matrices(
-          y, right + swizzled<kRowBytes>(8 * j + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+      load_matrices(y, stepped(right, k) + 8 * j * kRowBytes);
 #pragma unroll
       for (int m = 0; m < kFragments; m++) {
         multiply_add(S{}, c[m][j], x[m], y[0], y[1]);
@@ -74,8 +73,8 @@ DEVICE bool clean(uint32_t& pair) {
 template <int kRowBytes>
 DEVICE void load_across(uint32_t (&to)[4], Address tile, int k, int n) {
   const int lane = lane_id();
-  load_matrices_transposed(
-      to, tile + swizzled<kRowBytes>(16 * k + lane % 8 + lane / 8 % 2 * 8, 2 * n + lane / 16));
+  const Address first = tile + swizzled<kRowBytes>(lane % 8 + lane / 8 % 2 * 8, lane / 16);
+  load_matrices_transposed(to, stepped(first, n) + 16 * k * kRowBytes);
 }
 
 // c[m][n] += x[m] tile[kSteps 16, columns]. kClean: without what is not finite in the tile; whether
@@ -116,7 +115,9 @@ DEVICE float kind_of(uint32_t bits) {
 
 // What multiply_across left out, for the visible pairs alone: x * infinity and NaN. Bit
 // (16 half + 2 j + e) of visible[m] is the pair of element [2 half + e] of the fragment [m][j].
-// The products count: how often a visible x > 0 meets which kind, and a visible 0 anything.
+// The products count: how often a visible x other than 0 meets which kind, and a visible 0
+// anything. x is P >= 0, or the gradient of scores, which is 0 or NaN where its factor is not
+// finite.
 template <class S, int kRowBytes, int kFragments, int kSteps, int kColumns>
 DEVICE void add_nonfinite(const uint32_t (&x)[kFragments][kSteps][4],
                           const uint32_t (&visible)[kFragments], Address tile, int columns,
@@ -126,37 +127,40 @@ DEVICE void add_nonfinite(const uint32_t (&x)[kFragments][kSteps][4],
 #pragma unroll
     for (int n = 0; n < kColumns / 2; n++) {
       if (n * 16 >= columns) break;
-      float some[2][4] = {}, none[2][4] = {};
 #pragma unroll
-      for (int k = 0; k < kSteps; k++) {
-        uint32_t y[4], kinds[4], any[4], positive[4], zero[4];
-        load_across<kRowBytes>(y, tile, k, n);
+      for (int side = 0; side < 2; side++) {
+        float some[4] = {}, none[4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const float low = kind_of<S>(y[i] & 0xffff), high = kind_of<S>(y[i] >> 16);
-          kinds[i] = pack(S{}, low, high);
-          any[i] = pack(S{}, low > 0, high > 0);
-          const uint32_t pair = x[m][k][i], bits = visible[m] >> (i % 2 * 16 + (2 * k + i / 2) * 2);
-          const bool low_zero = !(pair & 0x7fff), high_zero = !(pair & 0x7fff0000);
-          positive[i] = pack(S{}, bits & 1 && !low_zero, bits & 2 && !high_zero);
-          zero[i] = pack(S{}, bits & 1 && low_zero, bits & 2 && high_zero);
+        for (int k = 0; k < kSteps; k++) {
+          uint32_t y[4], kinds[2], any[2], other[4], zero[4];
+          load_across<kRowBytes>(y, tile, k, n);
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            const uint32_t pair = y[2 * side + i];
+            const float low = kind_of<S>(pair & 0xffff), high = kind_of<S>(pair >> 16);
+            kinds[i] = pack(S{}, low, high);
+            any[i] = pack(S{}, low > 0, high > 0);
+          }
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const uint32_t pair = x[m][k][i];
+            const uint32_t bits = visible[m] >> (i % 2 * 16 + (2 * k + i / 2) * 2);
+            const bool low_zero = !(pair & 0x7fff), high_zero = !(pair & 0x7fff0000);
+            other[i] = pack(S{}, bits & 1 && !low_zero, bits & 2 && !high_zero);
+            zero[i] = pack(S{}, bits & 1 && low_zero, bits & 2 && high_zero);
+          }
+          multiply_add(S{}, some, other, kinds[0], kinds[1]);
+          multiply_add(S{}, none, zero, any[0], any[1]);
         }
-#pragma unroll
-        for (int side = 0; side < 2; side++) {
-          multiply_add(S{}, some[side], positive, kinds[2 * side], kinds[2 * side + 1]);
-          multiply_add(S{}, none[side], zero, any[2 * side], any[2 * side + 1]);
-        }
-      }
-#pragma unroll
-      for (int side = 0; side < 2; side++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-          const int count = (int)some[side][e];
+          const int count = (int)some[e];
           float& sum = c[m][2 * n + side][e];
           if (count & 127) sum += INFINITY;
           if (count >> 7 & 127) sum -= INFINITY;
-          if (count >> 14 || none[side][e] > 0) sum = NAN;
+          if (count >> 14 || none[e] > 0) sum = NAN;
         }
+      }
     }
 }
 

@@ -12,7 +12,8 @@ struct Grid {
 DEVICE int64_t grid_row() { return blockIdx.y + (int64_t)blockIdx.z * gridDim.y; }
 
 #ifdef __CUDACC__
-#define LAUNCH_BOUNDS(threads) __launch_bounds__(threads)
+// Blocks that a multiprocessor shall hold at once: registers are given out accordingly.
+#define LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 // nullptr, or what CUDA says is wrong.
 template <class... Parameters>
 const char* launch(void (*kernel)(Parameters...), Grid grid, int threads, int shared_bytes,
@@ -34,7 +35,7 @@ const char* launch(void (*kernel)(Parameters...), Grid grid, int threads, int sh
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 #else
-#define LAUNCH_BOUNDS(threads)
+#define LAUNCH_BOUNDS(threads, blocks)
 template <class... Parameters>
 const char* launch(void (*kernel)(Parameters...), Grid grid, int threads, int shared_bytes, Stream,
                    const Parameters&... parameters) {

@@ -20,6 +20,25 @@ DEVICE SeenTiles seen_tiles(const Attention& a, int64_t b, int64_t first, int64_
           (int)ceil_div(all.begin, kKeys), (int)(all.end / kKeys)};
 }
 
+// The same the other way round: tiles of kQueries queries of which some, and of which all, see all
+// of a few keys.
+template <int kQueries>
+DEVICE SeenTiles seeing_tiles(const Attention& a, int64_t b, int64_t k0, int64_t keys) {
+  const int64_t count = key_count(a, b), offset = k0 - diagonal(a, b);
+  if (k0 >= count) return {0, 0, 0, 0};
+  const Band& band = a.band;
+  // Query i sees keys [i + diagonal - left, i + diagonal + right].
+  const int64_t begin = band.right_bounded ? max_of(0, offset - band.right) : 0;
+  const int64_t end = band.left_bounded ? min_of(a.queries, offset + keys + band.left) : a.queries;
+  int64_t all = band.right_bounded ? max_of(0, offset + keys - 1 - band.right) : 0;
+  int64_t all_end = band.left_bounded ? min_of(a.queries, offset + band.left + 1) : a.queries;
+  if (k0 + keys > count) all = all_end = 0;
+  return {(int)(min_of(begin, a.queries) / kQueries),
+          end > begin ? (int)ceil_div(end, kQueries) : 0,
+          (int)ceil_div(min_of(all, a.queries), kQueries),
+          all_end > all ? (int)(all_end / kQueries) : 0};
+}
+
 DEVICE uint64_t band_word(const Attention& a, int64_t b, int64_t i, int64_t k0, int keys) {
   const Range band = band_keys(a, b, i);
   const int64_t first = max_of(0, band.begin - k0), last = min_of(keys, band.end - k0);
@@ -49,29 +68,46 @@ DEVICE uint64_t visible_word(const Attention& a, int64_t b, int64_t h, int64_t f
   return word;
 }
 
+// The group of eight keys, of which the first has global position 8 `group`, that dropout keeps:
+// bit j = key j of it.
+DEVICE uint32_t kept_group(const Attention& a, int64_t b, int64_t h, int64_t i, int64_t group) {
+  const Philox<uint32_t> random = philox<uint32_t>(
+      (uint32_t)group, (uint32_t)(a.origin.query + i), (uint32_t)(a.origin.head + h),
+      (uint32_t)(a.origin.batch + b), (uint32_t)a.dropout.seed[0], (uint32_t)a.dropout.seed[1]);
+  uint32_t kept = 0;
+  for (int w = 0; w < 4; w++) {
+    kept |= (uint32_t)((random.word[w] & 0xffff) >= a.dropout.threshold) << (2 * w);
+    kept |= (uint32_t)((random.word[w] >> 16) >= a.dropout.threshold) << (2 * w + 1);
+  }
+  return kept;
+}
+
 // For four lanes with the same query, the next four of a warp: the keys of the tile that dropout
 // keeps. Each lane draws every fourth group of eight keys.
 DEVICE uint64_t kept_word(const Attention& a, int64_t b, int64_t h, int64_t i, int64_t k0,
                           int keys) {
   const int64_t first = a.origin.key + k0;
   const int offset = (int)(first & 7);  // keys of the first group that come before the tile
-  const uint32_t key0 = (uint32_t)a.dropout.seed[0], key1 = (uint32_t)a.dropout.seed[1];
   uint64_t word = 0;
 #pragma unroll 1
   for (int group = lane_id() % 4; group * 8 < keys + offset; group += 4) {
-    const Philox<uint32_t> random =
-        philox<uint32_t>((uint32_t)((first >> 3) + group), (uint32_t)(a.origin.query + i),
-                         (uint32_t)(a.origin.head + h), (uint32_t)(a.origin.batch + b), key0, key1);
-    uint64_t kept = 0;
-    for (int w = 0; w < 4; w++) {
-      kept |= (uint64_t)((random.word[w] & 0xffff) >= a.dropout.threshold) << (2 * w);
-      kept |= (uint64_t)((random.word[w] >> 16) >= a.dropout.threshold) << (2 * w + 1);
-    }
+    const uint64_t kept = kept_group(a, b, h, i, (first >> 3) + group);
     const int at = group * 8 - offset;
     word |= at < 0 ? kept >> -at : kept << at;
   }
   word |= shuffle_xor(word, 1);
   return word | shuffle_xor(word, 2);
+}
+
+// For one lane: those of the 16 keys from k0 on.
+DEVICE uint32_t kept_half_word(const Attention& a, int64_t b, int64_t h, int64_t i, int64_t k0) {
+  const int64_t first = a.origin.key + k0;
+  const int offset = (int)(first & 7);
+  uint32_t word = 0;
+#pragma unroll 1
+  for (int group = 0; group * 8 < 16 + offset; group++)
+    word |= kept_group(a, b, h, i, (first >> 3) + group) << 8 * group;
+  return word >> offset & 0xffff;
 }
 
 template <class S>

@@ -173,6 +173,12 @@ DEVICE Address swizzled(int row, int piece) {
   return (Address)(row * kRowBytes + ((piece ^ (row & 7)) << 4));
 }
 
+// The place 2 `steps` pieces further on in the row, from one of the first two pieces: few registers
+// hold all addresses of a product.
+DEVICE Address stepped(Address first, int steps) {
+  return (first ^ (Address)((steps & 3) << 5)) + (Address)((steps >> 2) << 7);
+}
+
 // The same bits of eight bytes, two of each, next to each other: bits 8 j and 8 j + 1 become 2 j
 // and 2 j + 1. So a word of 64 keys becomes what one lane of a fragment holds of it.
 DEVICE uint32_t pairs_of_bytes(uint64_t x) {

@@ -13,6 +13,7 @@ import os
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,13 @@ from torch import Tensor
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 KERNELS = ROOT / "csrc/cuda"
-FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra"]
+FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra"]
 FLAGS += ["-Wno-unknown-pragmas"]
 SANITIZE = ["-fsanitize=address", "-fno-omit-frame-pointer"]
+HALF = (torch.bfloat16, torch.float16)
+ALL_DTYPES = (*HALF, torch.float32, torch.float64)
+WIDEST = 256  # of query and value
+KERNEL_NAMES = ("forward", "backward")  # of the seam
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # DType
 
 
@@ -78,6 +83,16 @@ class Attention(ctypes.Structure):
     )
 
 
+class AttentionGrad(ctypes.Structure):
+    _fields_ = _fields(
+        (Rows, "grad_out"),
+        (Pairs, "grad_weights"),
+        ("p", "grad_lse delta"),
+        (Rows, "grad_query grad_key grad_value"),
+        (Pairs, "grad_bias"),
+    )
+
+
 class Options(ctypes.Structure):
     _fields_ = _fields(("i64", "seed shared_limit grid_limit"))
 
@@ -97,26 +112,46 @@ class EmulatorError(RuntimeError):
     """What a GPU would do silently: a race, a missing wait, an access past the end."""
 
 
+def _compiled(command: list[str], target: Path, inputs: Sequence[Path], language: str) -> None:
+    """Runs the compiler into a file of its own, which then takes its name."""
+    unfinished = target.with_suffix(f".{os.getpid()}.tmp")
+    call = [*command, *language.split(), *map(str, inputs), "-o", str(unfinished)]
+    answer = subprocess.run(call, capture_output=True, text=True)
+    if answer.returncode != 0:
+        raise RuntimeError(f"the kernels do not compile with g++:\n{answer.stderr}")
+    unfinished.replace(target)
+
+
 def build(kernels: Path = KERNELS, flags: Sequence[str] = ()) -> Path:
-    """The shared library of these kernels; compiled where sources or flags are new."""
+    """The shared library of these kernels; what is new is compiled, one object a source."""
     command = [*shlex.split(os.environ.get("CXX", "g++")), *FLAGS, *flags]
-    sources = [*sorted(kernels.glob("*.cu*")), *sorted(kernels.glob("*.h"))]
-    sources += [*sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp"))]
-    sources += sorted((ROOT / "csrc/spec").glob("*.h"))
-    state = hashlib.sha256(shlex.join(command).encode())
-    for source in sources:
-        state.update(source.name.encode() + source.read_bytes())
+    command += ["-I", str(HERE), "-I", str(kernels)]
+    headers = [*sorted(kernels.glob("*.*h")), *sorted((ROOT / "csrc/spec").glob("*.h"))]
+    machine = hashlib.sha256(shlex.join([*FLAGS, *flags]).encode())
+    for header in sorted(HERE.glob("*.h")):
+        machine.update(header.name.encode() + header.read_bytes())
+    shared = machine.copy()
+    for header in headers:
+        shared.update(header.name.encode() + header.read_bytes())
     folder = ROOT / "build/cuda-emulator"
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{state.hexdigest()[:16]}.so"
+
+    def compiled(source: Path) -> Path:
+        state = (machine if source == HERE / "emulator.cpp" else shared).copy()
+        state.update(source.name.encode() + source.read_bytes())
+        target = folder / f"{source.stem}-{state.hexdigest()[:16]}.o"
+        if not target.is_file():
+            _compiled([*command, "-c"], target, [source], "-x c++")
+        return target
+
+    sources = [HERE / "library.cpp", HERE / "emulator.cpp", *sorted(kernels.glob("*.cu"))]
+    jobs = int(os.environ.get("MAX_JOBS", "0")) or os.cpu_count()
+    with ThreadPoolExecutor(jobs) as pool:
+        objects = list(pool.map(compiled, sources))
+    names = hashlib.sha256("".join(path.name for path in objects).encode())
+    target = folder / f"{names.hexdigest()[:16]}.so"
     if not target.is_file():
-        files = [HERE / "library.cpp", HERE / "emulator.cpp", *sorted(kernels.glob("*.cu"))]
-        unfinished = target.with_suffix(f".{os.getpid()}.tmp")
-        command += ["-I", str(HERE), "-I", str(kernels), "-x", "c++", *map(str, files)]
-        answer = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
-        if answer.returncode != 0:
-            raise RuntimeError(f"the kernels do not compile with g++:\n{answer.stderr}")
-        unfinished.replace(target)
+        _compiled([*command, "-shared"], target, objects, "")
     return target
 
 
@@ -130,16 +165,19 @@ class Library:
     def __init__(self, path: Path) -> None:
         self.functions = ctypes.CDLL(str(path))
         self.report = Report()
-        for name in ("emulated_struct_size", "emulated_forward_scratch_bytes"):
+        sizes = {"emulated_struct_size": Attention, "emulated_grad_size": AttentionGrad}
+        for name in (*sizes, *(f"emulated_{kernel}_scratch_bytes" for kernel in KERNEL_NAMES)):
             getattr(self.functions, name).restype = ctypes.c_int64
-        self.functions.emulated_forward.restype = ctypes.c_char_p
+        for name in KERNEL_NAMES:
+            getattr(self.functions, f"emulated_{name}").restype = ctypes.c_char_p
         self.seed = 0
         self.shared_limit, self.grid_limit = 99 * 1024, 65535
-        size = self.functions.emulated_struct_size()
-        if size != ctypes.sizeof(Attention):
-            raise RuntimeError(
-                f"Attention has {size} bytes in C++ and {ctypes.sizeof(Attention)} here"
-            )
+        for name, struct in sizes.items():
+            size = getattr(self.functions, name)()
+            if size != ctypes.sizeof(struct):
+                raise RuntimeError(
+                    f"{struct.__name__} has {size} bytes in C++ and {ctypes.sizeof(struct)} here"
+                )
 
     def call(self, name: str, *arguments: Any) -> None:
         """Runs one function of the seam."""
@@ -160,10 +198,29 @@ class Library:
         lse = torch.full(query.shape[:3], torch.nan, dtype=kind)
         lse_low = torch.full_like(lse, torch.nan)
         a.out, a.lse, a.lse_low = _rows(out), _address(lse), _address(lse_low)
-        size = self.functions.emulated_forward_scratch_bytes(ctypes.byref(a))
-        scratch = torch.full((max(size, 1),), 255, dtype=torch.uint8)
-        self.call("emulated_forward", ctypes.byref(a), ctypes.c_void_p(scratch.data_ptr()))
+        self.run("forward", a)
         return out, lse, lse_low
+
+    def run(self, kernel: str, *structs: ctypes.Structure) -> None:
+        """One kernel of the seam, with scratch memory that holds NaN."""
+        addresses = [ctypes.byref(struct) for struct in structs]
+        size = getattr(self.functions, f"emulated_{kernel}_scratch_bytes")(*addresses)
+        scratch = torch.full((max(size, 1),), 255, dtype=torch.uint8)
+        self.call(f"emulated_{kernel}", *addresses, ctypes.c_void_p(scratch.data_ptr()))
+
+    def backward(
+        self,
+        described: Described,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        saved: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """The gradients of query, key, value and bias; saved: out, lse and lse_low."""
+        g = described.saved(grad_out, grad_lse, saved)
+        grads = described.gradients(g, wanted)
+        self.run("backward", described.struct, g)
+        return grads
 
 
 class Described:
@@ -180,11 +237,11 @@ class Described:
         seed: Tensor | None,
         options: Mapping[str, Any],
     ) -> None:
-        query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+        query, key, value = map(_with_rows, (query, key, value))
         if key_lengths is not None:
             key_lengths = key_lengths.to(torch.int64).contiguous()
         self.keep = [query, key, value, mask, bias, key_lengths, seed]
-        self.query = query
+        self.query, self.leaves = query, (query, key, value, bias)
         batch, heads, queries, head_dim = query.shape
         self.struct = a = Attention(
             DTYPES[query.dtype], batch, heads, key.shape[1], queries, key.shape[2], head_dim
@@ -208,9 +265,44 @@ class Described:
             a.dropout = Dropout(_address(seed), threshold, 65536 / (65536 - threshold))
         a.origin = Origin(*options.get("origin", (0, 0, 0, 0)))
 
+    def saved(
+        self, grad_out: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor | None]
+    ) -> AttentionGrad:
+        """What backward reads: the cotangents, out, lse and lse_low; delta has room of its own."""
+        g = AttentionGrad()
+        out, lse, lse_low = saved
+        assert out is not None and lse is not None
+        tensors = [_with_rows(out), _with_rows(grad_out), lse.contiguous()]
+        numbers = [None if t is None else t.contiguous() for t in (lse_low, grad_lse)]
+        delta = torch.full_like(tensors[2], torch.nan)
+        self.keep += [*tensors, *numbers, delta]
+        self.struct.out, g.grad_out = _rows(tensors[0]), _rows(tensors[1])
+        self.struct.lse, g.delta = _address(tensors[2]), _address(delta)
+        self.struct.lse_low, g.grad_lse = (None if t is None else _address(t) for t in numbers)
+        return g
+
+    def gradients(self, g: AttentionGrad, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """Room for the gradients that are wanted: what is not written stays NaN."""
+        grads: list[Tensor | None] = []
+        for name, leaf, want in zip(("query", "key", "value", "bias"), self.leaves, wanted):
+            if not want or leaf is None:
+                grads.append(None)
+            elif name == "bias":
+                grads.append(torch.zeros(leaf.shape, dtype=leaf.dtype))
+                g.grad_bias = _pairs(grads[-1])
+            else:
+                sizes = (leaf.shape[0], leaf.shape[2], leaf.shape[1], leaf.shape[3])
+                grads.append(torch.full(sizes, torch.nan, dtype=leaf.dtype).transpose(1, 2))
+                setattr(g, f"grad_{name}", _rows(grads[-1]))
+        return grads
+
 
 def _address(tensor: Tensor) -> int:
     return tensor.data_ptr()
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def _rows(tensor: Tensor) -> Rows:
@@ -234,6 +326,22 @@ def library() -> Library:
     return _LIBRARY
 
 
+def _of_group(tensor: Tensor | None, group: tuple[int, ...], own: int) -> Tensor | None:
+    if tensor is None or tensor.dim() <= own:
+        return tensor  # shared
+    places = (i if size > 1 else 0 for i, size in zip(group, tensor.shape, strict=False))
+    return tensor[tuple(places)]
+
+
+def _described(
+    group: tuple[int, ...], options: Mapping[str, Any], *operands: Tensor | None
+) -> Described:
+    """One group (leading dimensions) of a problem."""
+    own = (4, 4, 4, 4, 4, 1, 1)
+    parts = [_of_group(tensor, group, n) for tensor, n in zip(operands, own, strict=True)]
+    return Described(*parts, options)  # type: ignore[arg-type]
+
+
 def attention_forward(
     query: Tensor,
     key: Tensor,
@@ -244,39 +352,64 @@ def attention_forward(
     seed: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """mha_ext::attention_forward on the emulator; groups (leading dimensions) one by one."""
+    """mha_ext::attention_forward on the emulator; groups one by one."""
     shape, kind = query.shape[:-4], torch.float64 if query.dtype == torch.float64 else torch.float32
     sizes = (*query.shape[:-3], query.shape[-2], query.shape[-3], value.shape[-1])
     out = query.new_full(sizes, torch.nan).transpose(-3, -2)
     lse = query.new_full(query.shape[:-1], torch.nan, dtype=kind)
     lse_low = torch.full_like(lse, torch.nan)
-
-    def of_group(tensor: Tensor | None, group: tuple[int, ...], own: int) -> Tensor | None:
-        if tensor is None or tensor.dim() <= own:
-            return tensor  # shared
-        places = (i if size > 1 else 0 for i, size in zip(group, tensor.shape, strict=False))
-        return tensor[tuple(places)]
-
+    operands = (query, key, value, mask, bias, key_lengths, seed)
     for group in itertools.product(*map(range, shape)):
-        described = Described(
-            query[group],
-            key[group],
-            value[group],
-            of_group(mask, group, 4),
-            of_group(bias, group, 4),
-            of_group(key_lengths, group, 1),
-            of_group(seed, group, 1),
-            options,
-        )
-        results = library().forward(described)
+        results = library().forward(_described(group, options, *operands))
         for to, result in zip((out, lse, lse_low), results, strict=True):
             to[group].copy_(result)
     return out, lse, lse_low
+
+
+def attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    output_mask: Sequence[bool],
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """mha_ext::attention_backward on the emulator; groups one by one."""
+    leaves = (query, key, value, bias)
+    grads = [_grad_like(leaf, query, want) for leaf, want in zip(leaves, output_mask, strict=True)]
+    operands = (query, key, value, mask, bias, key_lengths, seed)
+    for group in itertools.product(*map(range, query.shape[:-4])):
+        described = _described(group, options, *operands)
+        cotangent = None if grad_lse is None else grad_lse[group]
+        saved = (out[group], lse[group], None if lse_low is None else lse_low[group])
+        results = library().backward(described, grad_out[group], cotangent, saved, output_mask)
+        for to, result in zip(grads, results, strict=True):
+            if result is not None:
+                to[group].copy_(result)
+    return tuple(grads)
+
+
+def _grad_like(leaf: Tensor | None, query: Tensor, wanted: bool) -> Tensor:
+    if leaf is None or not wanted:
+        return query.new_empty(0)
+    return torch.full(leaf.shape, torch.nan, dtype=leaf.dtype)
+
+
+OPERATORS = (attention_forward, attention_backward)
 
 
 @contextmanager
 def installed() -> Iterator[None]:
     """Within it the operators run on the emulator, as far as the kernels exist."""
     with torch.library._scoped_library("mha_ext", "IMPL") as operators:
-        operators.impl("attention_forward", attention_forward, "CPU", allow_override=True)
+        for function in OPERATORS:
+            operators.impl(function.__name__, function, "CPU", allow_override=True)
         yield

@@ -11,18 +11,27 @@ from pathlib import Path
 import emulated
 import pytest
 import torch
-from cases import Problem, call, make, to_double
+from cases import Problem, call, exact, make, to_double
 from emulated import Described, EmulatorError, Library
 
 from mha_ext import reference
 
-# Forward for bfloat16 up to 64 wide alone: it compiles in seconds.
-ONE_KERNEL = """
+# Forward and backward for bfloat16 up to 64 wide alone: they compile in seconds.
+FORWARD = """
 #include "forward_half.cuh"
 namespace mha_ext::cuda {
 int64_t forward_scratch_bytes(const Attention&) { return 0; }
 const char* forward(const Attention& a, void* scratch, Stream stream) {
   return forward_half<BFloat16, 64>(a, scratch, stream);
+}
+}
+"""
+BACKWARD = """
+#include "backward_half_bias.cuh"
+namespace mha_ext::cuda {
+int64_t backward_scratch_bytes(const Attention&, const AttentionGrad&) { return 0; }
+const char* backward(const Attention& a, const AttentionGrad& g, void* scratch, Stream stream) {
+  return backward_half<BFloat16, 64>(a, g, scratch, stream);
 }
 }
 """
@@ -40,14 +49,14 @@ MUTATIONS = {
         "    copy_wait<1>();\n    sync_block();",
         "a wait is missing",
     ),
-    "fragment": ("fragments.cuh", "8 * j + lane % 8 + lane / 16 * 8", "8 * j + lane % 16", "wrong"),
+    "fragment": ("fragments.cuh", "lane % 8 + lane / 16 * 8, lane", "lane % 16, lane", "wrong"),
     "rounded fragment": (
         "fragments.cuh",
         "x[m][k][2 + half] =",
         "x[m][k][3 - half] =",
         "wrong",
     ),
-    "lane": ("forward_half.cuh", "16 * m + lane / 4 + 8)", "16 * m + lane % 4 + 8)", "wrong"),
+    "lane": ("half.cuh", "16 * m + lane / 4 + 8)", "16 * m + lane % 4 + 8)", "wrong"),
     "divergence": (
         "forward_half.cuh",
         "  if (ballot(grew)) {",
@@ -57,6 +66,53 @@ MUTATIONS = {
     "swizzle": ("tile.cuh", "(piece ^ (row & 7)) << 4", "piece << 4", "conflicts"),
     "hidden": ("forward_half.cuh", "  if (!partial) {", "  if (true) {", "wrong"),
     "place": ("tile.cuh", "row * kRowBytes", "(row + 1) * kRowBytes", "shared memory"),
+}
+# The same for backward.
+BACKWARD_MUTATIONS = {
+    "barrier": (
+        "backward_half.cuh",
+        "    sync_block();  // the tile before",
+        "    // the tile before",
+        "no barrier is between|a wait is missing|is under way",
+    ),
+    "wait": (
+        "backward_half.cuh",
+        "    copy_wait<0>();\n    sync_block();  // the tile",
+        "    copy_wait<1>();\n    sync_block();  // the tile",
+        "a wait is missing",
+    ),
+    "numbers of the queries": (
+        "backward_half.cuh",
+        "4 * (8 * j + 2 * (lane_id() % 4))",
+        "4 * (8 * j + 2 * (lane_id() / 8))",
+        "wrong",
+    ),
+    "bits of the other half": ("half.cuh", "(both >> 8 & 1)", "(both >> 7 & 1)", "wrong"),
+    "sign of delta": (
+        "backward_half.cuh",
+        "(ds[0][j][e] - q.delta)",
+        "(ds[0][j][e] + q.delta)",
+        "wrong",
+    ),
+    "tile of the values": (
+        "backward_half.cuh",
+        "Address value_tile(int stage) { return score_tile(stage) + kTileBytes; }",
+        "Address value_tile(int stage) { return score_tile(stage); }",
+        "wrong|no barrier|under way",
+    ),
+    "a dropped pair": (
+        "half.cuh",
+        "kept_half_word(a, b, h, q0 + r, k0)",
+        "kept_half_word(a, b, h, q0 + r, k0 + 8)",
+        "wrong",
+    ),
+    "queries that see a key": (
+        "pairs.cuh",
+        "offset + keys + band.left)",
+        "offset + band.left)",
+        "wrong",
+    ),
+    "hidden": ("backward_half.cuh", "  if (!partial) {", "  if (true) {", "wrong"),
 }
 PROBLEM = Problem(torch.bfloat16, 1, 1, queries=70, keys=200, head_dim=64, mask="qk")
 
@@ -72,7 +128,8 @@ def mutated(folder: Path, file: str, old: str, new: str) -> Path:
             assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {file}"
             text = text.replace(old, new)
         (kernels / source.name).write_text(text)
-    (kernels / "forward.cu").write_text(ONE_KERNEL)
+    for name, text in (("forward.cu", FORWARD), ("backward.cu", BACKWARD)):
+        (kernels / name).write_text(text)
     return kernels
 
 
@@ -100,9 +157,50 @@ def verdict(library: Library) -> str:
     return f"{traffic.conflicts} conflicts" if traffic.conflicts else ""
 
 
-def test_the_kernel_itself_passes(tmp_path: Path) -> None:
+def backward_verdict(library: Library) -> str:
+    """The same for the gradients, of grouped heads under a band, a mask and dropout."""
+    inputs = make(replace(PROBLEM, heads=2, kv_heads=1, queries=100, dropout_p=0.2))
+    inputs.options |= {"causal": "upper_left", "window": (60, None)}
+    seen = inputs.seen()
+    grad_out = inputs.grad_out.clone()
+    grad_out[:, :, 3, 0] = torch.nan
+    blind = ~seen[0, :, 3].any(0)  # keys that do not see that row
+    wanted = exact(inputs)
+    options = {"scale": 0.125, "corner": "upper_left", "window_left": 60, "window_right": 0}
+    options |= {"dropout_p": 0.2, "origin": (0, 0, 0, 0)}
+    operands = (inputs.query, inputs.key, inputs.value, inputs.mask, None, None, inputs.seed)
+    saved = torch.ops.mha_ext.attention_forward(*operands, **options)
+    for seed in range(2):
+        library.seed = seed
+        for cotangent in (inputs.grad_out, grad_out):
+            try:
+                found = library.backward(
+                    Described(*operands, options), cotangent, inputs.grad_lse, saved, [True] * 4
+                )
+            except EmulatorError as error:
+                return str(error)
+            for name, mine in zip(("query", "key", "value"), found, strict=False):
+                right = wanted[f"grad_{name}"]
+                if cotangent is grad_out:
+                    rows = torch.arange(100) != 3 if name == "query" else blind
+                    mine, right = mine[:, :, rows], right[:, :, rows]
+                if not torch.allclose(mine.double(), right, rtol=0.05, atol=0.08):
+                    return f"wrong numbers in grad_{name}"
+    return ""
+
+
+def test_the_kernels_themselves_pass(tmp_path: Path) -> None:
     kernels = mutated(tmp_path, "tile.cuh", "row * kRowBytes", "kRowBytes * row")
-    assert verdict(Library(emulated.build(kernels, ["-O1"]))) == ""
+    library = Library(emulated.build(kernels, ["-O1"]))
+    assert verdict(library) == "" and backward_verdict(library) == ""
+
+
+@pytest.mark.parametrize("name", BACKWARD_MUTATIONS)
+def test_mutations_of_backward_are_caught(name: str, tmp_path: Path) -> None:
+    file, old, new, sign = BACKWARD_MUTATIONS[name]
+    library = Library(emulated.build(mutated(tmp_path, file, old, new), ["-O1"]))
+    found = backward_verdict(library)
+    assert any(part in found for part in sign.split("|")), f"caught as {found!r}"
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -143,9 +241,9 @@ PAST_THE_END = {
         "const bool low_exists = true;",
     ),
     "out": (
-        "forward_half.cuh",
-        "      if (i >= a.queries) continue;\n      const float l =",
-        "      const float l =",
+        "half.cuh",
+        "      if (i >= rows) continue;\n      S* out",
+        "      S* out",
     ),
 }
 

@@ -22,14 +22,12 @@ from cases import (
     plain_orders,
     to_double,
 )
+from emulated import ALL_DTYPES as DTYPES
+from emulated import HALF, WIDEST
 from torch import Tensor
 
 import mha_ext
 from mha_ext import reference
-
-HALF = (torch.bfloat16, torch.float16)
-DTYPES = (*HALF, torch.float32, torch.float64)
-WIDEST = 256
 
 
 @pytest.fixture(autouse=True)

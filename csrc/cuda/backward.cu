@@ -1,0 +1,40 @@
+// Backward: the kernels of each dtype are in the sources beside this one.
+#include "backward.cuh"
+
+namespace mha_ext::cuda {
+
+template <>
+const char* backward_of<double>(const Attention& a, const AttentionGrad& g, void* scratch,
+                                Stream stream);
+template <>
+const char* backward_of<float>(const Attention& a, const AttentionGrad& g, void* scratch,
+                               Stream stream);
+template <>
+const char* backward_of<BFloat16>(const Attention& a, const AttentionGrad& g, void* scratch,
+                                  Stream stream);
+template <>
+const char* backward_of<Float16>(const Attention& a, const AttentionGrad& g, void* scratch,
+                                 Stream stream);
+
+int64_t backward_scratch_bytes(const Attention& a, const AttentionGrad& g) {
+  if (!bias_is_summed(a, g.grad_bias)) return 0;
+  const BiasPlan plan = bias_plan(a, g.grad_bias);
+  if (!bias_in_chunks(a, plan, g.grad_bias)) return 0;
+  return owner_count(plan) * plan.chunks * kTile * kTile * (a.dtype == DType::kFloat64 ? 8 : 4);
+}
+
+const char* backward(const Attention& a, const AttentionGrad& g, void* scratch, Stream stream) {
+  switch (a.dtype) {
+    case DType::kFloat64:
+      return backward_of<double>(a, g, scratch, stream);
+    case DType::kFloat32:
+      return backward_of<float>(a, g, scratch, stream);
+    case DType::kBFloat16:
+      return backward_of<BFloat16>(a, g, scratch, stream);
+    case DType::kFloat16:
+      return backward_of<Float16>(a, g, scratch, stream);
+  }
+  return "unknown dtype";
+}
+
+}  // namespace mha_ext::cuda

@@ -1,0 +1,211 @@
+// What the backward kernels share: delta, the rows without any key, and the gradient of a bias that
+// broadcasts.
+#pragma once
+#include "softmax.cuh"
+
+namespace mha_ext::cuda {
+
+// Backward of one storage type: float, double, BFloat16, Float16; each is a source of its own.
+template <class S>
+const char* backward_of(const Attention& a, const AttentionGrad& g, void* scratch, Stream stream);
+
+template <class S>
+DEVICE const S* row_of(const Rows& rows, int64_t b, int64_t h, int64_t i) {
+  return (const S*)rows.data + b * rows.batch + h * rows.head + i * rows.row;
+}
+
+// delta = rowsum(dO o O) - dL; one warp a row.
+template <class S>
+__global__ void LAUNCH_BOUNDS(kRowThreads, 8)
+    delta_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT AttentionGrad g) {
+  using T = typename Softmax<S>::T;
+  const int64_t row = grid_row();
+  const int64_t i = (int64_t)blockIdx.x * (kRowThreads / kWarp) + warp_id();
+  if (row >= a.batch * a.heads || i >= a.queries) return;
+  const int64_t b = row / a.heads, h = row % a.heads, at = row * a.queries + i;
+  const S *out = row_of<S>(a.out, b, h, i), *grad = row_of<S>(g.grad_out, b, h, i);
+  T sum = 0;
+  for (int64_t d = lane_id(); d < a.value_dim; d += kWarp)
+    sum = fma(widen(out[d]), widen(grad[d]), sum);
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += shuffle_xor(sum, lanes);
+  if (lane_id() == 0) ((T*)g.delta)[at] = g.grad_lse ? sum - ((const T*)g.grad_lse)[at] : sum;
+}
+template <class S>
+const char* run_delta(const Attention& a, const AttentionGrad& g, Stream stream) {
+  const Grid grid{ceil_div(a.queries, kRowThreads / kWarp), a.batch * a.heads};
+  return launch(delta_kernel<S>, grid, kRowThreads, 0, stream, a, g);
+}
+
+// With empty_rows="uniform" P of such a row is 1 / Lk over all keys. add(i) for each of them of one
+// head, in order; every warp finds them for itself.
+template <class T, class Add>
+DEVICE void for_each_empty_row(const Attention& a, int64_t b, int64_t h, const Add& add) {
+  const T* lse = (const T*)a.lse + (b * a.heads + h) * a.queries;
+  for (int64_t i0 = 0; i0 < a.queries; i0 += kWarp) {
+    const int64_t i = i0 + lane_id();
+    uint32_t empty = ballot(i < a.queries && lse[i] == -(T)INFINITY);
+    for (int r = 0; empty; r++, empty >>= 1)
+      if (empty & 1) add(i0 + r);
+  }
+}
+
+// Whether each pair has its own bias: then dS is its gradient, and no sum is left.
+HOST_DEVICE bool bias_is_dense(const Attention& a, const Pairs& grad_bias) {
+  return (grad_bias.batch || a.batch == 1) && (grad_bias.head || a.heads == 1) &&
+         (grad_bias.query || a.queries == 1) && (grad_bias.key || a.keys == 1);
+}
+// Whether the bias is the same for all keys of a row: then the sum over a row of dS is dL.
+HOST_DEVICE bool bias_is_constant(const Attention& a, const Pairs& grad_bias) {
+  return !grad_bias.key && a.keys > 1;
+}
+HOST_DEVICE bool bias_is_summed(const Attention& a, const Pairs& grad_bias) {
+  return grad_bias.data && !bias_is_dense(a, grad_bias) && !bias_is_constant(a, grad_bias) &&
+         a.batch * a.heads * a.queries * a.keys > 0;
+}
+
+template <class S, class T>
+DEVICE void store_bias(const Attention& a, const Pairs& bias, int64_t at, T value) {
+  if (a.bias_is_float32)
+    ((float*)bias.data)[at] = (float)value;
+  else
+    narrow(value, (S*)bias.data + at);
+}
+
+// The gradient of a bias that broadcasts over batch, heads or queries: each of its tiles [64, 64]
+// has one owner, who computes dS again for all that it broadcasts over and adds it up in order. Few
+// owners would leave most of a GPU idle: then each sum is cut into chunks, that leave their sums, T
+// [owners, chunks, 64 queries, 64 keys], to be added in order. The cut depends on neither the
+// groups nor, where the bias has a batch of its own, on the size of the batch.
+struct BiasPlan {
+  int64_t batches, heads, query_tiles, key_tiles;  // owners: distinct tiles of the bias
+  int64_t chunks;
+};
+HOST_DEVICE BiasPlan bias_plan(const Attention& a, const Pairs& bias) {
+  constexpr int64_t kBlocksEnough = 128, kMostChunks = 16;
+  BiasPlan plan{bias.batch ? a.batch : 1, bias.head ? a.heads : 1,
+                bias.query ? ceil_div(a.queries, kTile) : 1, ceil_div(a.keys, kTile), 1};
+  const int64_t owners = plan.heads * plan.query_tiles * plan.key_tiles;
+  const int64_t terms = a.batch / plan.batches * (a.heads / plan.heads) *
+                        (ceil_div(a.queries, kTile) / plan.query_tiles);
+  plan.chunks = max_of(1, min_of(min_of(terms, kMostChunks), kBlocksEnough / max_of(1, owners)));
+  return plan;
+}
+HOST_DEVICE int64_t owner_count(const BiasPlan& plan) {
+  return plan.batches * plan.heads * plan.query_tiles * plan.key_tiles;
+}
+// Whether sums are left for bias_finish_kernel; else the owner writes its tile of grad_bias.
+HOST_DEVICE bool bias_in_chunks(const Attention& a, const BiasPlan& plan, const Pairs& bias) {
+  return plan.chunks > 1 || (!bias.query && a.queries > 1);
+}
+
+// The tile of the bias that an owner has.
+struct BiasTile {
+  int64_t b, h, q0, k0;
+};
+DEVICE BiasTile bias_tile(const BiasPlan& plan, int64_t owner) {
+  const int64_t row = owner / plan.key_tiles, head = row / plan.query_tiles;
+  return {head / plan.heads, head % plan.heads, row % plan.query_tiles * kTile,
+          owner % plan.key_tiles * kTile};
+}
+// Runs add(b, h, q0) for one chunk of the terms of an owner.
+template <class Add>
+DEVICE void for_each_term(const Attention& a, const BiasPlan& plan, const BiasTile& tile,
+                          int64_t chunk, const Add& add) {
+  const int64_t heads = a.heads / plan.heads;
+  const int64_t query_tiles = ceil_div(a.queries, kTile) / plan.query_tiles;
+  const int64_t terms = a.batch / plan.batches * heads * query_tiles;
+  for (int64_t i = terms * chunk / plan.chunks; i < terms * (chunk + 1) / plan.chunks; i++)
+    add(tile.b + i / (query_tiles * heads), tile.h + i / query_tiles % heads,
+        tile.q0 + i % query_tiles * kTile);
+}
+// Where the sum of pair (r, c) of an owner's tile goes.
+template <class S, class T>
+DEVICE void store_bias_sum(const Attention& a, const Pairs& bias, const BiasPlan& plan,
+                           int64_t owner, int64_t chunk, int r, int c, T sum, T* sums) {
+  if (bias_in_chunks(a, plan, bias)) {
+    sums[((owner * plan.chunks + chunk) * kTile + r) * kTile + c] = sum;
+    return;
+  }
+  const BiasTile tile = bias_tile(plan, owner);
+  if (tile.q0 + r >= a.queries || tile.k0 + c >= a.keys) return;
+  store_bias<S>(a, bias,
+                tile.b * bias.batch + tile.h * bias.head + (tile.q0 + r) * bias.query +
+                    (tile.k0 + c) * bias.key,
+                sum);
+}
+
+constexpr int kFinishThreads = 256;
+template <class S, class T>
+__global__ void LAUNCH_BOUNDS(kFinishThreads, 4)
+    bias_finish_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT Pairs bias,
+                       const BiasPlan plan, const T* sums) {
+  const int64_t owner = blockIdx.x;
+  const BiasTile tile = bias_tile(plan, owner);
+  const int rows = bias.query ? (int)kTile : 1, added = bias.query ? 1 : (int)kTile;
+  for (int at = thread_id(); at < rows * kTile; at += kFinishThreads) {
+    const int r = at / (int)kTile, c = at % (int)kTile;
+    if (tile.q0 + r >= a.queries || tile.k0 + c >= a.keys) continue;
+    T total = 0;
+    for (int64_t chunk = 0; chunk < plan.chunks; chunk++) {
+      const T* from = sums + ((owner * plan.chunks + chunk) * kTile + r) * kTile + c;
+      T sum = 0;
+      for (int i = 0; i < added; i++) sum += from[i * kTile];
+      total += sum;
+    }
+    store_bias<S>(a, bias,
+                  tile.b * bias.batch + tile.h * bias.head + (tile.q0 + r) * bias.query +
+                      (tile.k0 + c) * bias.key,
+                  total);
+  }
+}
+
+// The gradient of a bias that is constant along the keys: the sum of dL over what it broadcasts
+// over, in double. NaN in delta stays NaN. One warp has one element of the bias.
+template <class S>
+__global__ void LAUNCH_BOUNDS(kRowThreads, 8)
+    constant_bias_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT Pairs bias,
+                         const void* grad_lse, const void* delta) {
+  using T = typename Softmax<S>::T;
+  const int64_t batches = bias.batch ? a.batch : 1, heads = bias.head ? a.heads : 1;
+  const int64_t queries = bias.query ? a.queries : 1;
+  const int64_t element = (int64_t)blockIdx.x * (kRowThreads / kWarp) + warp_id();
+  if (element >= batches * heads * queries) return;
+  const int64_t b0 = element / (heads * queries), h0 = element / queries % heads;
+  const int64_t i0 = element % queries;
+  const int64_t added_heads = a.heads / heads, added_queries = a.queries / queries;
+  const int64_t terms = a.batch / batches * added_heads * added_queries;
+  double sum = 0;
+  for (int64_t n = lane_id(); n < terms; n += kWarp) {
+    const int64_t b = b0 + n / (added_heads * added_queries);
+    const int64_t h = h0 + n / added_queries % added_heads;
+    const int64_t at = (b * a.heads + h) * a.queries + i0 + n % added_queries;
+    if (((const T*)a.lse)[at] == -(T)INFINITY) continue;
+    const T rest = ((const T*)delta)[at] - ((const T*)delta)[at];
+    sum += (grad_lse ? ((const T*)grad_lse)[at] : (T)0) + rest;
+  }
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += shuffle_xor(sum, lanes);
+  if (lane_id() == 0)
+    store_bias<S>(a, bias, b0 * bias.batch + h0 * bias.head + i0 * bias.query, (T)sum);
+}
+
+// grad_bias of a bias that broadcasts. run(plan, sums) starts the owners of its tiles.
+template <class S, class Run>
+const char* run_bias(const Attention& a, const Pairs& bias, const void* grad_lse, const void* delta,
+                     void* scratch, Stream stream, const Run& run) {
+  using T = typename Softmax<S>::T;
+  if (!bias.data || bias_is_dense(a, bias)) return nullptr;
+  if (bias_is_constant(a, bias)) {
+    const int64_t elements =
+        (bias.batch ? a.batch : 1) * (bias.head ? a.heads : 1) * (bias.query ? a.queries : 1);
+    return launch(constant_bias_kernel<S>, {ceil_div(elements, kRowThreads / kWarp), 1},
+                  kRowThreads, 0, stream, a, bias, grad_lse, delta);
+  }
+  if (!bias_is_summed(a, bias)) return nullptr;
+  const BiasPlan plan = bias_plan(a, bias);
+  const char* error = run(plan, (T*)scratch);
+  if (error || !bias_in_chunks(a, plan, bias)) return error;
+  return launch(bias_finish_kernel<S, T>, {owner_count(plan), 1}, kFinishThreads, 0, stream, a,
+                bias, plan, (const T*)scratch);
+}
+
+}  // namespace mha_ext::cuda

@@ -1,0 +1,12 @@
+// Backward for float16.
+#include "backward_half_bias.cuh"
+
+namespace mha_ext::cuda {
+
+template <>
+const char* backward_of<Float16>(const Attention& a, const AttentionGrad& g, void* scratch,
+                                 Stream stream) {
+  return backward_of_half<Float16>(a, g, scratch, stream);
+}
+
+}  // namespace mha_ext::cuda

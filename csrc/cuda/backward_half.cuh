@@ -1,0 +1,350 @@
+// Backward for 16-bit types, on the tensor cores.
+//   P = exp(S - lse), Z = P o M, dP = (dO V^T) o M, dS = P o (dP - delta)
+//   dV = Z^T dO, dK = scale dS^T Q, dQ = scale dS K, dB = dS
+// Two kernels of one form: a block owns 64 rows, of K and V or of Q and dO, 16 a warp, and the
+// others come in tiles, the next one while this one is used. Then S = owned scores times scores of
+// the tile, dP = owned values times values of the tile, and the sums are dS times the tile's scores
+// (dK or dQ) and Z times its values (dV).
+#pragma once
+#include "backward.cuh"
+#include "half.cuh"
+
+namespace mha_ext::cuda {
+
+template <class S_, int kWidth_, bool kOwnsKeys_, bool kScores_, bool kValues_>
+struct HalfBackward {
+  using S = S_;
+  static constexpr bool kOwnsKeys = kOwnsKeys_;
+  static constexpr bool kScores = kScores_, kValues = kValues_;  // dK or dQ; dV
+  static constexpr int kWidth = kWidth_, kFragments = 1;         // D and Dv are at most kWidth
+  static constexpr int kThreads = 128, kRows = 64;
+  static constexpr int kOthers = kWidth <= 64 ? 64 : kWidth <= 128 ? 32 : 16;  // rows of a tile
+  static constexpr int kColumns = kOthers / 8, kSteps = kOthers / 16;
+  static constexpr int kRowBytes = 2 * kWidth, kOwnBytes = kRows * kRowBytes;
+  static constexpr int kTileBytes = kOthers * kRowBytes, kNumberBytes = 3 * kOthers * 4;
+  static constexpr Address kOwnScores = 0, kOwnValues = kOwnBytes;
+  static constexpr int kSharedBytes = 2 * kOwnBytes + 4 * kTileBytes + 2 * kNumberBytes;
+  DEVICE_MEMBER static Address score_tile(int stage) {
+    return (Address)(2 * kOwnBytes + 2 * stage * kTileBytes);
+  }
+  DEVICE_MEMBER static Address value_tile(int stage) { return score_tile(stage) + kTileBytes; }
+  // lse, lse_low and delta of the queries of a tile.
+  DEVICE_MEMBER static Address numbers(int stage) {
+    return (Address)(2 * kOwnBytes + 4 * kTileBytes + stage * kNumberBytes);
+  }
+};
+
+// P = 2^(S log2 e - level - low), dS = P (dP - delta).
+struct QueryNumbers {
+  float level, low, delta;
+};
+DEVICE QueryNumbers query_numbers(float lse, float lse_low, float delta) {
+  const float level = lse * kLog2E;
+  return {level, fmaf(lse_low, kLog2E, fmaf(lse, kLog2E, -level)), delta};
+}
+// Of row 8 half + g of a warp that owns 16 queries.
+DEVICE void own_numbers(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
+                        int64_t i0, QueryNumbers (&to)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int64_t i = i0 + 8 * half + lane_id() / 4, at = (b * a.heads + h) * a.queries + i;
+    to[half] = {0, 0, 0};
+    if (i < a.queries)
+      to[half] =
+          query_numbers(((const float*)a.lse)[at], a.lse_low ? ((const float*)a.lse_low)[at] : 0,
+                        ((const float*)g.delta)[at]);
+  }
+}
+
+// Where a warp is: head h and its own 16 rows, against a tile of the others.
+struct HalfPlace {
+  int64_t b;
+  int own, h, tile, stage;  // own: in units of 16 rows; registers are scarce
+  DEVICE_MEMBER int64_t own0() const { return (int64_t)own * 16; }
+};
+
+// What a warp knows of a tile's pairs; hidden ones are 0 in z and ds.
+template <class F>
+struct HalfPairs {
+  float z[1][F::kColumns][4], ds[1][F::kColumns][4];
+  uint32_t visible[1];
+  bool partial;
+};
+
+// The bits of what is visible as far as lengths, band and mask say; whether anything is.
+template <class F>
+DEVICE bool visible_pairs(const Attention& a, const HalfPlace& at, const SeenTiles& seen,
+                          HalfPairs<F>& pairs) {
+  pairs.visible[0] = ~0u;
+  pairs.partial = false;
+  if (at.tile < seen.any || at.tile >= seen.any_end) return false;
+  const int64_t other0 = (int64_t)at.tile * F::kOthers;
+  if (!a.mask.data && at.tile >= seen.all && at.tile < seen.all_end) return true;
+  const int lane = lane_id();
+  if constexpr (F::kOwnsKeys) {
+    const int rows = (int)min_of(F::kOthers, a.queries - other0);
+    const uint32_t words = visible_words_across<F>(a, at.b, at.h, other0, rows, at.own0());
+    if (!ballot(words != 0)) return false;
+    const uint32_t every =
+        (lane < F::kOthers ? 0xffffu : 0) | (lane + kWarp < F::kOthers ? 0xffff0000u : 0);
+    pairs.partial = ballot(words != every) != 0;
+    if (pairs.partial) fragment_bits_across<F>(words, pairs.visible);
+  } else {
+    const int rows = (int)min_of(16, a.queries - at.own0());
+    const uint64_t word = visible_word(a, at.b, at.h, at.own0(), rows, other0, F::kOthers);
+    if (!ballot(word != 0)) return false;
+    pairs.partial = ballot(lane < 16 && word != first_bits(F::kOthers)) != 0;
+    if (pairs.partial) fragment_bits<F>(word, pairs.visible);
+  }
+  return true;
+}
+
+struct alignas(8) TwoNumbers {
+  float at[2];
+};
+
+// z = P o M without its factor, ds = dS of one tile of one warp; false: nothing is visible.
+template <class F>
+DEVICE bool half_gradient(const Attention& a, const HalfPlace& at, const SeenTiles& seen,
+                          const QueryNumbers (&own)[2], HalfPairs<F>& pairs) {
+  using S = typename F::S;
+  if (!visible_pairs<F>(a, at, seen, pairs)) return false;
+  const int row = warp_id() * 16;
+  const int64_t other0 = (int64_t)at.tile * F::kOthers;
+  auto &p = pairs.z, &ds = pairs.ds;
+  multiply_rows<S, F::kRowBytes>(F::kOwnScores, row, F::score_tile(at.stage), (int)a.head_dim, p);
+  const float scale = (float)a.scale;
+#pragma unroll
+  for (int j = 0; j < F::kColumns; j++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) p[0][j][e] *= scale;
+  if (a.bias.data) {
+    const bool hides = add_bias_tile<F>(a, at.b, at.h, at.own0(), other0, p, pairs.visible);
+    pairs.partial |= ballot(hides) != 0;
+  }
+  if constexpr (F::kScores)
+    multiply_rows<S, F::kRowBytes>(F::kOwnValues, row, F::value_tile(at.stage), (int)a.value_dim,
+                                   ds);
+  uint32_t kept[1] = {~0u};
+  if (a.dropout.seed) {
+    if constexpr (F::kOwnsKeys)
+      fragment_bits_across<F>(kept_words_across<F>(a, at.b, at.h, other0, at.own0()), kept);
+    else
+      kept_bits<F>(a, at.b, at.h, at.own0(), other0, kept);
+    if constexpr (F::kScores) {
+      select_tile<F>(kept, 0, ds);
+      const float keep_scale = (float)a.dropout.keep_scale;
+#pragma unroll
+      for (int j = 0; j < F::kColumns; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) ds[0][j][e] *= keep_scale;
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < F::kColumns; j++) {
+    QueryNumbers queries[2];  // of the two columns, or of the two rows
+    if constexpr (F::kOwnsKeys) {
+      const Address from = F::numbers(at.stage) + 4 * (8 * j + 2 * (lane_id() % 4));
+      const auto lse = load_shared<TwoNumbers>(from);
+      const auto lse_low = load_shared<TwoNumbers>(from + 4 * F::kOthers);
+      const auto delta = load_shared<TwoNumbers>(from + 8 * F::kOthers);
+#pragma unroll
+      for (int i = 0; i < 2; i++) queries[i] = query_numbers(lse.at[i], lse_low.at[i], delta.at[i]);
+    } else {
+      queries[0] = own[0];
+      queries[1] = own[1];
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const QueryNumbers& q = queries[F::kOwnsKeys ? e % 2 : e / 2];
+      p[0][j][e] = exp2_approximate(fmaf(p[0][j][e], kLog2E, -q.level) - q.low);
+      if constexpr (F::kScores) ds[0][j][e] = p[0][j][e] * (ds[0][j][e] - q.delta);
+    }
+  }
+  if (pairs.partial) {
+    select_tile<F>(pairs.visible, 0, p);
+    if constexpr (F::kScores) select_tile<F>(pairs.visible, 0, ds);
+  }
+  if constexpr (F::kValues)
+    if (a.dropout.seed) select_tile<F>(kept, 0, p);
+  return true;
+}
+
+// sum += pairs times the rows of a tile; hidden pairs are 0, but 0 * NaN is NaN.
+template <class F>
+DEVICE void add_tile(const float (&pairs)[1][F::kColumns][4], bool partial,
+                     const uint32_t (&visible)[1], Address tile, int columns,
+                     float (&sum)[1][F::kWidth / 8][4]) {
+  using S = typename F::S;
+  uint32_t x[1][F::kSteps][4];
+  round_fragments<S>(pairs, x);
+  if (!partial) {
+    multiply_across<S, F::kRowBytes, false>(x, tile, columns, sum);
+    return;
+  }
+  const bool dirty = multiply_across<S, F::kRowBytes, true>(x, tile, columns, sum);
+  if (ballot(dirty)) add_nonfinite<S, F::kRowBytes>(x, visible, tile, columns, sum);
+}
+
+template <class F>
+DEVICE void store_dense_bias(const Attention& a, const Pairs& bias, const HalfPlace& at,
+                             const float (&ds)[1][F::kColumns][4]) {
+  const int lane = lane_id();
+  const int64_t other0 = (int64_t)at.tile * F::kOthers;
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    const int64_t q = at.own0() + 8 * (e / 2) + lane / 4, k = other0 + 2 * (lane % 4) + e % 2;
+    const int64_t to = at.b * bias.batch + at.h * bias.head + q * bias.query + k * bias.key;
+#pragma unroll
+    for (int j = 0; j < F::kColumns; j++)
+      if (q < a.queries && k + 8 * j < a.keys)
+        store_bias<typename F::S>(a, bias, to + 8 * j * bias.key, ds[0][j][e]);
+  }
+}
+
+// Rows that a block owns: of scores, and of values where dP is wanted.
+template <class F>
+DEVICE void copy_own(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
+                     int64_t own0) {
+  using S = typename F::S;
+  const int rows = (int)min_of(F::kRows, (F::kOwnsKeys ? a.keys : a.queries) - own0);
+  const Rows &scores = F::kOwnsKeys ? a.key : a.query,
+             &values = F::kOwnsKeys ? a.value : g.grad_out;
+  copy_rows<F::kRows, F::kRowBytes, F::kThreads>(F::kOwnScores, head_rows<S>(scores, b, h), own0,
+                                                 rows, (int)a.head_dim * 2);
+  if constexpr (F::kScores)
+    copy_rows<F::kRows, F::kRowBytes, F::kThreads>(F::kOwnValues, head_rows<S>(values, b, h), own0,
+                                                   rows, (int)a.value_dim * 2);
+}
+// A tile of the others, of head h of theirs; where they are queries, their numbers too.
+template <class F>
+DEVICE void copy_others(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
+                        int64_t other0, int stage) {
+  using S = typename F::S;
+  const int rows = (int)min_of(F::kOthers, (F::kOwnsKeys ? a.queries : a.keys) - other0);
+  const Rows &scores = F::kOwnsKeys ? a.query : a.key,
+             &values = F::kOwnsKeys ? g.grad_out : a.value;
+  copy_rows<F::kOthers, F::kRowBytes, F::kThreads>(F::score_tile(stage), head_rows<S>(scores, b, h),
+                                                   other0, rows, (int)a.head_dim * 2);
+  copy_rows<F::kOthers, F::kRowBytes, F::kThreads>(F::value_tile(stage), head_rows<S>(values, b, h),
+                                                   other0, rows, (int)a.value_dim * 2);
+  if constexpr (F::kOwnsKeys) {
+    const int r = thread_id();
+    if (r >= F::kOthers) return;
+    const int64_t at = r < rows ? (b * a.heads + h) * a.queries + other0 + r : 0;
+    const Address to = F::numbers(stage) + 4 * r;
+    const void* lse_low = a.lse_low ? a.lse_low : a.lse;
+    copy_async<4>(to, (const float*)a.lse + at, r < rows ? 4 : 0);
+    copy_async<4>(to + 4 * F::kOthers, (const float*)lse_low + at, r < rows && a.lse_low ? 4 : 0);
+    copy_async<4>(to + 8 * F::kOthers, (const float*)g.delta + at, r < rows ? 4 : 0);
+  }
+}
+
+// dV += Z^T dO of rows without any key.
+template <class F>
+DEVICE void add_uniform_rows(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
+                             int64_t k0, float (&sum)[1][F::kWidth / 8][4]) {
+  using S = typename F::S;
+  for_each_empty_row<float>(a, b, h, [&](int64_t i) {
+    const S* row = row_of<S>(g.grad_out, b, h, i);
+    float weight[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const bool kept = !a.dropout.seed ||
+                        keeps(a.dropout, a.origin.batch + b, a.origin.head + h, a.origin.query + i,
+                              a.origin.key + k0 + 8 * half + lane_id() / 4);
+      weight[half] = kept ? 1 / (float)a.keys : 0;
+    }
+#pragma unroll
+    for (int n = 0; n < F::kWidth / 8; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int d = 8 * n + lane_id() % 4 * 2 + e;
+        if (d >= a.value_dim) continue;
+        const float grad = widen(row[d]);
+        sum[0][n][e] = fmaf(weight[0], grad, sum[0][n][e]);
+        sum[0][n][2 + e] = fmaf(weight[1], grad, sum[0][n][2 + e]);
+      }
+  });
+}
+
+template <class F>
+DEVICE SeenTiles other_tiles(const Attention& a, int64_t b, int64_t own0, int64_t rows) {
+  if constexpr (F::kOwnsKeys)
+    return seeing_tiles<F::kOthers>(a, b, own0, rows);
+  else
+    return seen_tiles<F::kOthers>(a, b, own0, rows);
+}
+
+template <class F>
+__global__ void LAUNCH_BOUNDS(F::kThreads, 1)
+    backward_half_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT AttentionGrad g) {
+  const int64_t row = grid_row(), heads = F::kOwnsKeys ? a.kv_heads : a.heads;
+  if (row >= a.batch * heads) return;
+  const int64_t b = row / heads;
+  const int own_head = (int)(row % heads);
+  const int64_t rows = F::kOwnsKeys ? a.keys : a.queries, blocks = ceil_div(rows, F::kRows);
+  // Under a causal mask early keys and late queries have the most to do.
+  const int64_t block0 = (F::kOwnsKeys ? blockIdx.x : blocks - 1 - blockIdx.x) * F::kRows;
+  const int64_t own0 = block0 + warp_id() * 16;
+  const SeenTiles block = other_tiles<F>(a, b, block0, min_of(F::kRows, rows - block0));
+  const SeenTiles seen =
+      own0 < rows ? other_tiles<F>(a, b, own0, min_of(16, rows - own0)) : SeenTiles{0, 0, 0, 0};
+  // What a block goes over: the tiles of each head that shares its keys, one head after the other.
+  const int group = F::kOwnsKeys ? (int)(a.heads / a.kv_heads) : 1, head0 = own_head * group;
+  const int count = group * (block.any_end > block.any ? block.any_end - block.any : 0);
+
+  float score_sum[1][F::kWidth / 8][4] = {}, value_sum[1][F::kWidth / 8][4] = {};
+  QueryNumbers own[2] = {};
+  if constexpr (!F::kOwnsKeys) own_numbers(a, g, b, own_head, own0, own);
+  if constexpr (F::kValues)
+    if (a.uniform_empty_rows)
+      for (int h = head0; h < head0 + group; h++) add_uniform_rows<F>(a, g, b, h, own0, value_sum);
+  const bool dense_bias = !F::kOwnsKeys && g.grad_bias.data && bias_is_dense(a, g.grad_bias);
+  const bool with_scores = F::kOwnsKeys ? g.grad_key.data : g.grad_query.data;
+  copy_own<F>(a, g, b, own_head, block0);
+  HalfPlace at{b, (int)(own0 / 16), head0 - 1, block.any_end - 1, 0};
+  // Each turn fetches a tile and computes the one before.
+#pragma unroll 1
+  for (int next = 0; next <= count; next++) {
+    copy_wait<0>();
+    sync_block();  // the tile before is there, and the place of the next is free
+    const bool wraps = at.tile + 1 == block.any_end;
+    const int next_tile = wraps ? block.any : at.tile + 1, next_head = at.h + (wraps ? 1 : 0);
+    if (next < count)
+      copy_others<F>(a, g, b, F::kOwnsKeys ? next_head : kv_head(a, next_head),
+                     (int64_t)next_tile * F::kOthers, next & 1);
+    copy_commit();
+    at.stage = (next & 1) ^ 1;
+    HalfPairs<F> pairs;
+    if (next > 0 && half_gradient<F>(a, at, seen, own, pairs)) {
+      if constexpr (F::kValues)
+        add_tile<F>(pairs.z, pairs.partial, pairs.visible, F::value_tile(at.stage),
+                    (int)a.value_dim, value_sum);
+      if constexpr (F::kScores) {
+        if (dense_bias) store_dense_bias<F>(a, g.grad_bias, at, pairs.ds);
+        if (with_scores)
+          add_tile<F>(pairs.ds, pairs.partial, pairs.visible, F::score_tile(at.stage),
+                      (int)a.head_dim, score_sum);
+      }
+    }
+    at.h = next_head;
+    at.tile = next_tile;
+  }
+  copy_wait<0>();
+
+  if constexpr (F::kScores)
+    if (with_scores) {
+      const float scale = (float)a.scale, factor[1][2] = {{scale, scale}};
+      store_fragments<typename F::S>(F::kOwnsKeys ? g.grad_key : g.grad_query, b, own_head,
+                                     at.own0(), rows, (int)a.head_dim, factor, score_sum);
+    }
+  if constexpr (F::kValues)
+    if (g.grad_value.data) {
+      const float scale = (float)a.dropout.keep_scale, factor[1][2] = {{scale, scale}};
+      store_fragments<typename F::S>(g.grad_value, b, own_head, at.own0(), rows, (int)a.value_dim,
+                                     factor, value_sum);
+    }
+}
+
+}  // namespace mha_ext::cuda

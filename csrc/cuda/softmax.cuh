@@ -1,0 +1,41 @@
+// The numbers of the softmax, and how a row is given to a warp.
+#pragma once
+#include "launch.cuh"
+#include "pairs.cuh"
+
+namespace mha_ext::cuda {
+
+constexpr int kRowThreads = 128;  // of kernels that give each row to one warp
+
+// The numbers of the softmax of storage type S: P = base^(S / log_base - level). On the tensor
+// cores the base is 2, and log_base the inverse of the float that scores are multiplied by.
+constexpr float kLog2E = 1.44269504f;
+template <class S>
+struct Softmax {
+  using T = float;
+  static constexpr double kLogBase = 1 / (double)kLog2E;
+  DEVICE_MEMBER static T power(T x) { return exp2_approximate(x); }
+};
+template <>
+struct Softmax<float> {
+  using T = float;
+  static constexpr double kLogBase = 1;
+  DEVICE_MEMBER static T power(T x) { return expf(x); }
+};
+template <>
+struct Softmax<double> {
+  using T = double;
+  static constexpr double kLogBase = 1;
+  DEVICE_MEMBER static T power(T x) { return exp(x); }
+};
+
+// lse of a row with this level and sum of P, or -inf where the row has seen nothing.
+template <class S, class T>
+DEVICE void store_lse(const Attention& a, int64_t at, T level, T l) {
+  T high = -(T)INFINITY, low = 0;
+  if (l != 0) split_sum((double)level * Softmax<S>::kLogBase, log((double)l), &high, &low);
+  ((T*)a.lse)[at] = high;
+  ((T*)a.lse_low)[at] = low;
+}
+
+}  // namespace mha_ext::cuda
