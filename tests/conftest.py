@@ -10,9 +10,26 @@ import torch
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
+    parser.addoption(
+        "--device",
+        choices=("cpu", "emulator", "cuda"),
+        default="cpu",
+        help="where the tests marked isa, and no others, run: the emulated CUDA kernels, or a GPU",
+    )
+    parser.addoption(
+        "--cases",
+        type=int,
+        metavar="N",
+        help="with --device: so many cases of each test; 0 = all (default: 12 on the emulator)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    chosen = config.getoption("--device")
+    if chosen != "cpu":
+        from devices import Elsewhere, device
+
+        config.pluginmanager.register(Elsewhere(device(chosen), config.getoption("--cases")))
     config.addinivalue_line("markers", "isa: faces the kernels; run it again for every ISA")
     config.addinivalue_line("markers", "slow: minutes or gigabytes; runs with --slow")
 

@@ -94,7 +94,7 @@ class AttentionGrad(ctypes.Structure):
 
 
 class Options(ctypes.Structure):
-    _fields_ = _fields(("i64", "seed shared_limit grid_limit"))
+    _fields_ = _fields(("i64", "seed shared_limit grid_limit traffic"))
 
 
 class Traffic(ctypes.Structure):
@@ -172,6 +172,7 @@ class Library:
             getattr(self.functions, f"emulated_{name}").restype = ctypes.c_char_p
         self.seed = 0
         self.shared_limit, self.grid_limit = 99 * 1024, 65535
+        self.traffic = True  # whether bank conflicts are counted
         for name, struct in sizes.items():
             size = getattr(self.functions, name)()
             if size != ctypes.sizeof(struct):
@@ -179,14 +180,23 @@ class Library:
                     f"{struct.__name__} has {size} bytes in C++ and {ctypes.sizeof(struct)} here"
                 )
 
+    def start(self) -> None:
+        """Before the functions of a run: its schedule and its limits."""
+        options = Options(self.seed, self.shared_limit, self.grid_limit, self.traffic)
+        self.functions.emulator_start(ctypes.byref(options))
+
+    def finish(self) -> Report:
+        """What the functions since `start` did."""
+        self.functions.emulator_report(ctypes.byref(self.report))
+        return self.report
+
     def call(self, name: str, *arguments: Any) -> None:
         """Runs one function of the seam."""
-        options = Options(self.seed, self.shared_limit, self.grid_limit)
-        self.functions.emulator_start(ctypes.byref(options))
+        self.start()
         error = getattr(self.functions, name)(*arguments)
         if error is not None:
             raise EmulatorError(error.decode())
-        self.functions.emulator_report(ctypes.byref(self.report))
+        self.finish()
 
     def forward(self, described: Described) -> tuple[Tensor, Tensor, Tensor]:
         """out, lse and lse_low of a problem."""

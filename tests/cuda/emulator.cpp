@@ -219,6 +219,7 @@ void count_passes(const Access* lanes, int count, Traffic& traffic) {
 
 // The n-th accesses of the lanes since they last met are taken for one instruction.
 void count_accesses(int warp) {
+  if (!m.options.traffic) return;
   const int first = warp * 32, size = std::min(32, m.count - first);
   for (size_t n = 0;; n++) {
     Access lanes[32] = {};
@@ -446,13 +447,13 @@ void sync_warp() {
 void read_shared(uint32_t at, void* to, int bytes) {
   check_address(at, bytes);
   note_read(m.running, at, bytes);
-  self().accesses.push_back({at, bytes});
+  if (m.options.traffic) self().accesses.push_back({at, bytes});
   memcpy(to, m.shared.get() + at, (size_t)bytes);
 }
 void write_shared(uint32_t at, const void* from, int bytes) {
   check_address(at, bytes);
   note_write(m.running, at, bytes, -1);
-  self().accesses.push_back({at, bytes});
+  if (m.options.traffic) self().accesses.push_back({at, bytes});
   memcpy(m.shared.get() + at, from, (size_t)bytes);
 }
 void read_matrix_rows(const uint32_t* rows, char (*to)[16]) {
@@ -463,7 +464,7 @@ void read_matrix_rows(const uint32_t* rows, char (*to)[16]) {
     memcpy(to[i], m.shared.get() + rows[i], 16);
     lanes[i] = {rows[i], 16};
   }
-  count_passes(lanes, 32, m.report.matrices);
+  if (m.options.traffic) count_passes(lanes, 32, m.report.matrices);
 }
 
 void copy_async(uint32_t to, const void* from, int bytes, int valid) {
@@ -473,7 +474,7 @@ void copy_async(uint32_t to, const void* from, int bytes, int valid) {
   if (valid < 0 || valid > bytes) fail("a copy of %d bytes, of which %d are there", bytes, valid);
   note_write(m.running, to, bytes, m.running);
   memset(m.shared.get() + to, 0xff, (size_t)bytes);
-  self().accesses.push_back({to, -bytes});
+  if (m.options.traffic) self().accesses.push_back({to, -bytes});
   self().open.push_back({to, (const char*)from, bytes, valid});
 }
 void copy_commit() {

@@ -20,6 +20,7 @@ struct Options {
   uint64_t seed = 0;
   int64_t shared_limit = 99 * 1024;  // of a block: that of compute capability 8.6 and 8.9
   int64_t grid_limit = 65535;        // of y and z; a smaller one makes small problems pass it
+  int64_t traffic = 1;               // whether to count bank conflicts, which takes time
 };
 
 // What one kind of access to shared memory cost, in passes over the 32 banks.
