@@ -78,19 +78,19 @@ class BuildExtension(build_ext):
 
     def build_extension(self, extension: Extension) -> None:
         torch, compiler = self.torch, self.compiler_found
-        gpu = cuda_toolkit.find_cuda(compiler)
+        gpu, gpu_line = cuda_toolkit.find_cuda(compiler, torch.folder)
         files = toolchain.sources(ROOT, compiler.x86)
         isas = ", ".join(toolchain.isa_names(files))
         print(f"mha_ext {self.distribution.get_version()}")
         print(f"  torch     {torch.version} in {torch.folder}")
         print(f"  compiler  {compiler.name}, {toolchain.job_count()} at once")
-        print(f"  ISAs      {isas}\n  CUDA      {cuda_toolkit.describe(gpu)}", flush=True)
+        print(f"  ISAs      {isas}\n  CUDA      {gpu_line}", flush=True)
         described = {
             "VERSION": self.distribution.get_version(),
             "TORCH": torch.version,
             "COMPILER": compiler.name,
             "ISAS": isas,
-            "CUDA": cuda_toolkit.describe(gpu),
+            "CUDA": gpu_line,
         }
         macros = [f'-DMHA_EXT_{name}="{value}"' for name, value in described.items()]
         # Objects of another torch or Python are never taken for this one's.

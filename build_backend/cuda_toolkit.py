@@ -1,7 +1,8 @@
-"""nvcc: whether and how the CUDA kernels are compiled. They need no CUDA build of torch.
+"""nvcc: whether and how the CUDA kernels are compiled.
 
-Environment: MHA_EXT_CUDA (1: compile them; not by default as long as forward is all there is),
-TORCH_CUDA_ARCH_LIST (the architectures, as for torch's own extensions) and CUDA_HOME.
+They are where torch is a CUDA build and there is an nvcc of the same major version. Environment:
+MHA_EXT_CUDA (0: never; 1: with any torch, or the build stops), TORCH_CUDA_ARCH_LIST (the
+architectures, as for torch's own extensions) and CUDA_HOME.
 """
 
 from __future__ import annotations
@@ -29,21 +30,29 @@ class Cuda(NamedTuple):
     name: str
 
 
-def wanted() -> bool:
-    """MHA_EXT_CUDA."""
+class Unusable(Exception):
+    """Why the kernels cannot be compiled here, and what to do about it."""
+
+    def __init__(self, reason: str, fix: str = "") -> None:
+        super().__init__(reason)
+        self.fix = fix
+
+
+def wanted() -> bool | None:
+    """MHA_EXT_CUDA; None = where it is possible."""
     asked = os.environ.get("MHA_EXT_CUDA", "")
     if asked not in ("", "0", "1"):
         fail(f"MHA_EXT_CUDA must be 0 or 1, but is {asked!r}")
-    return asked == "1"
+    return None if asked == "" else asked == "1"
 
 
 def architectures(text: str) -> list[str]:
-    """-gencode for each architecture of a list such as "8.0;9.0+PTX"."""
+    """-gencode for each architecture of a list such as "8.0;9.0+PTX". Raises Unusable."""
     flags, found = [], [name for name in re.split(r"[;,\s]+", text) if name]
     for name in found:
         number = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", name)
         if number is None:
-            fail(
+            raise Unusable(
                 f"TORCH_CUDA_ARCH_LIST must name architectures by number, as in "
                 f"{ARCHITECTURES!r}, but has {name!r}"
             )
@@ -55,7 +64,7 @@ def architectures(text: str) -> list[str]:
         if ptx:
             flags += ["-gencode", f"arch=compute_{real},code=compute_{real}"]
     if not flags:
-        fail(f"TORCH_CUDA_ARCH_LIST ({text!r}) names no architecture of 8.0 or later")
+        raise Unusable(f"TORCH_CUDA_ARCH_LIST ({text!r}) names no architecture of 8.0 or later")
     return flags
 
 
@@ -67,28 +76,54 @@ def find_nvcc() -> str | None:
     return next((str(path) for path in places if path.is_file()), None)
 
 
-def find_cuda(host: Compiler) -> Cuda | None:
-    """The toolkit, where the kernels are wanted; a message where it is missing then."""
-    if not wanted():
-        return None
+def torch_cuda(torch: Path) -> str | None:
+    """The CUDA version that the package torch in this folder is built for."""
+    text = (torch / "version.py").read_text()
+    found = re.search(r"^cuda\b[^=\n]*= ['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def find_cuda(host: Compiler, torch: Path) -> tuple[Cuda | None, str]:
+    """The toolkit, or None; and in a line what is compiled, or why nothing is."""
+    chosen = wanted()
+    if chosen is False:
+        return None, "no (MHA_EXT_CUDA=0)"
+    try:
+        if chosen is None and torch_cuda(torch) is None:
+            raise Unusable("torch is not a CUDA build")
+        cuda = toolkit(host, None if chosen else torch_cuda(torch))
+    except Unusable as unusable:
+        if chosen:
+            fail(f"{unusable}{unusable.fix}")
+        return None, f"no ({unusable})".replace('"', "'")
+    return cuda, cuda.name
+
+
+def toolkit(host: Compiler, fits: str | None) -> Cuda:
+    """nvcc, and the libraries beside it; of the major version of `fits`. Raises Unusable."""
     nvcc = find_nvcc()
     if nvcc is None:
-        fail(
-            "the CUDA kernels need nvcc, and there is none in CUDA_HOME, PATH or /usr/local/cuda. "
-            "Install a CUDA toolkit, name it in CUDA_HOME, or set MHA_EXT_CUDA=0"
+        raise Unusable(
+            "there is no nvcc in CUDA_HOME, PATH or /usr/local/cuda",
+            ". Install a CUDA toolkit, name it in CUDA_HOME, or set MHA_EXT_CUDA=0",
         )
     answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
     release = re.search(r"release (\d+)\.(\d+)", answer.stdout)
     if release is None or tuple(map(int, release.groups())) < OLDEST_NVCC:
-        fail(f"{nvcc} is too old: mha_ext needs CUDA 12.0 or later. Name another in CUDA_HOME")
+        raise Unusable(
+            f"{nvcc} is too old: mha_ext needs CUDA 12.0 or later", ". Name another in CUDA_HOME"
+        )
+    if fits and fits.split(".")[0] != release.group(1):
+        raise Unusable(f"{nvcc} is of CUDA {'.'.join(release.groups())}, and torch of {fits}")
     command = [nvcc, "-ccbin", host.command[0]]
     dry = [*command, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull]
     answer = subprocess.run(dry, capture_output=True, text=True)
     folders = re.findall(r"-L([^\"\s]+)", answer.stderr)
     folder = next((path for path in folders if Path(path, "libcudart_static.a").is_file()), None)
     if folder is None:
-        fail(
-            f"there is no libcudart_static.a beside {nvcc}: install the CUDA runtime for developers"
+        raise Unusable(
+            f"there is no libcudart_static.a beside {nvcc}",
+            ": install the CUDA runtime for developers",
         )
     chosen = architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", "") or ARCHITECTURES)
     codes = [flag.split("code=")[1] for flag in chosen if "code=" in flag]
@@ -105,7 +140,3 @@ def sources(root: Path) -> list[Path]:
 def binding(root: Path) -> list[Path]:
     """The C++ that goes with them, compiled as all that speaks torch."""
     return sorted(root.glob("csrc/cuda/*.cpp"))
-
-
-def describe(cuda: Cuda | None) -> str:
-    return "no (not built)" if cuda is None else cuda.name
