@@ -31,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.pluginmanager.register(Elsewhere(device(chosen), config.getoption("--cases")))
     config.addinivalue_line("markers", "isa: faces the kernels; run it again for every ISA")
+    config.addinivalue_line("markers", "own_process: starts a process; not with --device")
     config.addinivalue_line("markers", "slow: minutes or gigabytes; runs with --slow")
 
 

@@ -15,11 +15,8 @@ from cases import (
     largest_terms,
     make,
     plain_orders,
-    random_problem,
     results,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import mha_ext
@@ -49,12 +46,6 @@ def test_every_option(problem: Problem) -> None:
 @pytest.mark.parametrize("problem", RANDOM_PROBLEMS, ids=lambda p: f"random-{p.numbers}")
 def test_options_together(problem: Problem) -> None:
     check(problem)
-
-
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
-@given(st.data())
-def test_any_problem(data: st.DataObject) -> None:
-    check(random_problem(lambda values: data.draw(st.sampled_from(values))))
 
 
 BIASED = Problem(heads=4, kv_heads=2, queries=33, keys=70, bias="1hqk", dropout_p=0.2)

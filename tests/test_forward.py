@@ -15,11 +15,8 @@ from cases import (
     largest_terms,
     make,
     plain_orders,
-    random_problem,
     to_double,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import mha_ext
 from mha_ext import reference
@@ -43,12 +40,6 @@ def test_every_option(problem: Problem) -> None:
 @pytest.mark.parametrize("problem", RANDOM_PROBLEMS, ids=lambda p: f"random-{p.numbers}")
 def test_options_together(problem: Problem) -> None:
     check(problem)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(st.data())
-def test_any_problem(data: st.DataObject) -> None:
-    check(random_problem(lambda values: data.draw(st.sampled_from(values))))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

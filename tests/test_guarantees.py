@@ -499,6 +499,7 @@ def can_measure_memory() -> bool:
         return False
 
 
+@pytest.mark.own_process
 @pytest.mark.skipif(not can_measure_memory(), reason="needs /proc/self/clear_refs")
 @pytest.mark.parametrize(
     "dtype, options",
@@ -798,6 +799,7 @@ print("done")
 """
 
 
+@pytest.mark.own_process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_fork_after_use() -> None:
     """A child forked after the threads have started computes the same and does not hang."""

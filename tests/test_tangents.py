@@ -19,11 +19,8 @@ from cases import (
     call,
     make,
     plain_orders,
-    random_problem,
     to_double,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_guarantees import (
     LEAKS,
     assert_same,
@@ -206,16 +203,6 @@ def test_every_option(problem: Problem) -> None:
 @pytest.mark.parametrize("problem", RANDOM_PROBLEMS[::2], ids=lambda p: f"random-{p.numbers}")
 def test_options_together(problem: Problem) -> None:
     check(problem)
-
-
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
-@given(st.data())
-def test_any_problem_in_any_direction(data: st.DataObject) -> None:
-    """Directions that are missing, gradients that are not wanted."""
-    missing = data.draw(st.sets(st.sampled_from(NAMES)))
-    unwanted = data.draw(st.sets(st.sampled_from(range(4))))
-    problem = random_problem(lambda values: data.draw(st.sampled_from(values)))
-    check(problem, sorted(missing), sorted(unwanted))
 
 
 SUBSETS = [c for n in range(len(NAMES)) for c in itertools.combinations(NAMES, n)]
@@ -483,6 +470,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.own_process
 @pytest.mark.skipif(not can_measure_memory(), reason="needs /proc/self/clear_refs")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_is_linear(dtype: str) -> None:
