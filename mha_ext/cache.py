@@ -64,7 +64,7 @@ class KVCache:
         weight = layer.k_proj.weight
         return cls(
             batch,
-            layer.num_kv_heads,
+            layer.num_kv_heads // (layer.parallel.head_ranks if layer.parallel else 1),
             max_length,
             layer.head_dim,
             layer.value_head_dim,

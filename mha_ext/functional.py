@@ -148,16 +148,21 @@ def attention_with_lse(
     seed: Tensor | None = None,
     scale: float | None = None,
     empty_rows: EmptyRows = "zero",
+    origin: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attention` for whoever calls `weights_from_lse` next: out, lse, and lse_low, the rounding error of lse."""
+    """`attention` for whoever calls `weights_from_lse` next: out, lse, and lse_low, the rounding error of lse.
+
+    ``origin``: the global position (batch, head, query, key) of the first element, where the tensors are shards.
+    """
     _check_tensors(query, key, mask, bias, key_lengths)
     if not isinstance(value, Tensor):
         raise TypeError(_not_a_tensor("value", value))
     corner, left, right = _diagonal(query, key, key_lengths, causal, window)
     if type(dropout_p) is not float or not 0.0 <= dropout_p < 1.0:
         check_dropout("dropout_p", dropout_p)
+    sharded = type(query) is not Tensor and hasattr(query, "device_mesh")  # a DTensor
     if seed is None:
-        if dropout_p > 0.0:
+        if dropout_p > 0.0 and not sharded:
             seed = torch.randint(0, 2**32, (2,), device=query.device)
     elif not isinstance(seed, Tensor):
         raise TypeError(
@@ -167,6 +172,13 @@ def attention_with_lse(
     options = _options(corner, left, right, _is_uniform(empty_rows))
     if dropout_p:
         options["dropout_p"] = dropout_p
+    if any(origin):
+        options["origin"] = origin
+    if sharded:
+        from mha_ext.distributed.sharding import attention_of_dtensors
+
+        options["scale"] = _scale(query, scale)
+        return attention_of_dtensors(query, key, value, mask, bias, key_lengths, seed, options)
     out, lse, lse_low = _forward(
         query, key, value, mask, bias, key_lengths, seed, scale=_scale(query, scale), **options
     )
@@ -240,19 +252,13 @@ def weights_from_lse(
     """`attention_weights` for whoever has the results of `attention_with_lse`: one pass over the keys less."""
     corner, left, right = _diagonal(query, key, key_lengths, causal, window)
     options = _options(corner, left, right, _is_uniform(empty_rows))
-    weights: Tensor = _weights(
-        query,
-        key,
-        lse,
-        lse_low,
-        mask,
-        bias,
-        key_lengths,
-        scale=_scale(query, scale),
-        heads=heads,
-        rows=rows,
-        **options,
-    )
+    options |= {"scale": _scale(query, scale), "heads": heads, "rows": rows}
+    tensors = (query, key, lse, lse_low, mask, bias, key_lengths)
+    if type(query) is not Tensor and hasattr(query, "device_mesh"):  # a DTensor
+        from mha_ext.distributed.sharding import weights_of_dtensors
+
+        return weights_of_dtensors(*tensors, **options)
+    weights: Tensor = _weights(*tensors, **options)
     return weights
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from mha_ext.linear import FastLinear
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from mha_ext.distributed.layout import Layout
 
 
 class MultiHeadAttention(nn.Module):
@@ -122,6 +124,7 @@ class MultiHeadAttention(nn.Module):
         if rotary_base is not None:
             _check_rotary(rotary_base, self.head_dim)
         self.rotary_base = rotary_base
+        self.parallel: Layout | None = None  # how it is split over ranks: mha_ext.distributed
 
         def linear(width: int, out_width: int) -> nn.Linear:
             kind = FastLinear if fast_linear else nn.Linear
@@ -218,7 +221,11 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             k, v, key_lengths = cache.append(k, v, new_lengths)
             causal = "lower_right"
-        out, lse, lse_low = attention_with_lse(
+        attend: Any = attention_with_lse
+        weigh: Any = weights_from_lse
+        if self.parallel is not None:
+            attend, weigh = self.parallel.attention_with_lse, self.parallel.weights_from_lse
+        out, lse, lse_low = attend(
             q,
             k,
             v,
@@ -233,7 +240,7 @@ class MultiHeadAttention(nn.Module):
         out = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, Lq, H·Dv]: a view
         if not need_weights:
             return out
-        weights = weights_from_lse(
+        weights = weigh(
             q,
             k,
             lse,

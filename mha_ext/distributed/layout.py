@@ -1,0 +1,192 @@
+"""How a `MultiHeadAttention` is split over ranks: what the layer asks instead of `mha_ext.functional`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from mha_ext.distributed.agree import shared_seed
+from mha_ext.distributed.order import Order, check_order, positions
+from mha_ext.distributed.sequence import Method, sequence_parallel_attention
+from mha_ext.functional import attention_with_lse, weights_from_lse
+from mha_ext.modules import MultiHeadAttention
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Over which ranks the batch, the heads and the sequence of a layer are spread; None: they are whole."""
+
+    batch: dist.ProcessGroup | None = None
+    heads: DeviceMesh | None = None
+    sequence: dist.ProcessGroup | None = None
+    order: Order = "zigzag"
+    method: Method = "auto"
+
+    @property
+    def head_ranks(self) -> int:
+        return 1 if self.heads is None else self.heads.size()
+
+    def attention_with_lse(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        dropout_p: float = 0.0,
+        seed: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As in `mha_ext.functional`, on this rank's shard of query, key and value, in global coordinates."""
+        if dropout_p > 0 and seed is None:
+            seed = shared_seed(query.device, self._groups())
+        options |= {"bias": self._of_heads(bias), "dropout_p": dropout_p, "seed": seed}
+        origin = (_first(self.batch, query.shape[0]), self._head_rank() * query.shape[1])
+        mask = self._of_heads(mask)
+        if self.sequence is None:
+            return attention_with_lse(query, key, value, mask, origin=(*origin, 0, 0), **options)
+        out, lse = sequence_parallel_attention(
+            query,
+            key,
+            value,
+            mask,
+            group=self.sequence,
+            method=self.method,
+            order=self.order,
+            origin=origin,
+            return_lse=True,
+            **options,
+        )
+        return out, lse, None
+
+    def weights_from_lse(
+        self,
+        query: Tensor,
+        key: Tensor,
+        lse: Tensor | None,
+        lse_low: Tensor | None,
+        mask: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """As in `mha_ext.functional`, of all heads."""
+        if self.sequence is not None:
+            raise ValueError(
+                "need_weights must be False where the sequence is spread over ranks, but is True; ask a layer that "
+                "sees the whole sequence"
+            )
+        weights = weights_from_lse(
+            query,
+            key,
+            lse,
+            lse_low,
+            self._of_heads(mask),
+            bias=self._of_heads(bias),
+            **options,
+        )
+        if self.heads is None:
+            return weights
+        return DTensor.from_local(weights, self.heads, [Shard(1)], run_check=False).full_tensor()
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        """One after another they give all ranks what the first rank has."""
+        heads = None if self.heads is None else self.heads.get_group()
+        return [group for group in (self.sequence, heads, self.batch) if group is not None]
+
+    def _head_rank(self) -> int:
+        return 0 if self.heads is None else self.heads.get_local_rank()
+
+    def _of_heads(self, pairs: Tensor | None) -> Tensor | None:
+        """This rank's heads of mask or bias; every rank gets the whole gradient of a bias."""
+        if pairs is None or self.heads is None:
+            return pairs
+        if pairs.requires_grad:
+            pairs = _SumGradients.apply(pairs, self.heads.get_group())
+        if pairs.dim() < 3 or pairs.shape[-3] == 1:
+            return pairs
+        count = pairs.shape[-3] // self.head_ranks
+        return pairs.narrow(-3, self._head_rank() * count, count)
+
+
+class _SumGradients(torch.autograd.Function):
+    """The identity; its gradient is the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return functional.wait_tensor(functional.all_reduce(grad, "sum", ctx.group)), None
+
+
+def parallelize_attention(
+    model: nn.Module,
+    *,
+    batch: dist.ProcessGroup | None = None,
+    sequence: dist.ProcessGroup | None = None,
+    order: Order = "zigzag",
+    method: Method = "auto",
+) -> nn.Module:
+    """Tells every `MultiHeadAttention` in a model that its inputs are shards; changes no parameter.
+
+    Args:
+        batch: ranks that hold parts of one batch, of equal size (data parallel). Dropout then drops the positions that
+            one process would, from one seed. Without dropout it changes nothing.
+        sequence: ranks that hold [B, L / ranks, width] of the sequence, in ``order`` (`shard_sequence`). Attention is
+            then `sequence_parallel_attention`, with ``method``; rotary positions are the global ones. The layer takes
+            ``mask`` and ``bias`` as that function does, and ``key_padding_mask`` of this rank's keys.
+        order, method: of `sequence_parallel_attention`.
+
+    Returns:
+        The model itself. Groups cannot be pickled: save its state_dict.
+
+    Raises:
+        ValueError: in the layer's call, for a cache, ``need_weights``, or rotary cross-attention with ``sequence``.
+    """
+    check_order(order)
+    for layer in model.modules():
+        if isinstance(layer, MultiHeadAttention):
+            known = layer.parallel or Layout()
+            layer.parallel = replace(
+                known, batch=batch, sequence=sequence, order=order, method=method
+            )
+            if sequence is not None and known.sequence is None:
+                layer.register_forward_pre_hook(_sequence_arguments, with_kwargs=True)
+    return model
+
+
+def _sequence_arguments(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Refuses what a shard of a sequence cannot have, and gives rotary embedding the global positions."""
+    assert isinstance(layer, MultiHeadAttention) and layer.parallel is not None
+    if kwargs.get("cache") is not None:
+        raise ValueError(
+            "cache must be None where the sequence is spread over ranks, but is a KVCache; decode on whole sequences"
+        )
+    if layer.rotary_base is None or kwargs.get("positions") is not None:
+        return args, kwargs
+    if len(args) > 1 or kwargs.get("key") is not None:
+        raise ValueError(
+            "key must be None with rotary embedding where the sequence is spread over ranks, but is a tensor; turn "
+            "queries and keys with mha_ext.rotate, and call ring_attention"
+        )
+    query = args[0] if args else kwargs["query"]
+    group, order = layer.parallel.sequence, layer.parallel.order
+    length = query.shape[1] * dist.get_world_size(group)
+    return args, {**kwargs, "positions": positions(length, group, order=order, device=query.device)}
+
+
+def _first(group: dist.ProcessGroup | None, count: int) -> int:
+    return 0 if group is None else dist.get_rank(group) * count

@@ -1,0 +1,1 @@
+"""What runs on the ranks of the tests of mha_ext.distributed."""

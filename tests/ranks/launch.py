@@ -1,0 +1,62 @@
+"""Starts the ranks of a test as processes of their own, and collects what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+@cache
+def reports(module: str, world: int) -> dict[str, str]:
+    """Runs every case of ``ranks.<module>`` on ``world`` ranks: what went wrong in each, "" where nothing did."""
+    with tempfile.TemporaryDirectory() as folder:
+        codes, logs = start(module, world, folder, 400)
+        found: dict[str, str] = {}
+        for rank in range(world):
+            report = Path(folder, f"report{rank}.json")
+            if report.is_file():
+                for name, error in json.loads(report.read_text()).items():
+                    found[name] = found.get(name, "") + (f"rank {rank}: {error}\n" if error else "")
+    if any(codes):
+        found["ranks end well"] = f"exit status {codes}\n" + "\n".join(logs)
+    return found
+
+
+def start(module: str, world: int, folder: str, timeout: float) -> tuple[list[int], list[str]]:
+    """Runs ``python -m ranks.worker module`` on every rank: exit status and output of each."""
+    environment = dict(
+        os.environ,
+        PYTHONPATH=str(TESTS),
+        OMP_NUM_THREADS="1",
+        WORLD_SIZE=str(world),
+        RENDEZVOUS=folder,
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    ranks = []
+    for rank in range(world):
+        log = open(Path(folder, f"log{rank}"), "w+")  # noqa: SIM115
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ranks.worker", module],
+            env={**environment, "RANK": str(rank)},
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        ranks.append((process, log))
+    codes = []
+    try:
+        for process, _ in ranks:
+            codes.append(process.wait(timeout))
+    finally:
+        for process, log in ranks:
+            process.kill()
+            process.wait()
+            log.close()
+    return codes, [Path(folder, f"log{rank}").read_text()[-3000:] for rank in range(world)]
