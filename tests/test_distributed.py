@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import ranks.data_cases
+import ranks.operator_cases
 import ranks.sequence_cases
 import ranks.tensor_cases
 from ranks.launch import reports
 
 MODULES = {
     "sequence_cases": ranks.sequence_cases.CASES,
+    "operator_cases": ranks.operator_cases.CASES,
+    "data_cases": ranks.data_cases.CASES,
     "tensor_cases": ranks.tensor_cases.CASES,
 }
 
@@ -19,4 +23,5 @@ MODULES = {
 )
 def test_equals_one_process(module: str, name: str, world: int) -> None:
     report = reports(module, world)
+    assert name in report, f"not reached: {report}"
     assert report[name] == "", report[name]

@@ -52,7 +52,5 @@ def shared_seed(device: torch.device, groups: list[dist.ProcessGroup]) -> Tensor
     """
     seed = torch.randint(0, 2**32, (2,), device=device)
     for group in groups:
-        seed = functional.wait_tensor(
-            functional.broadcast(seed, dist.get_global_rank(group, 0), group)
-        )
+        seed = functional.wait_tensor(functional.broadcast(seed, 0, group))
     return seed

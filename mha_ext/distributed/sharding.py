@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
 from mha_ext.distributed.agree import shared_seed
@@ -51,15 +52,14 @@ def _register(op: Any) -> None:
         rank = len(shapes["query"])
 
         def result(name: str, dim: int) -> Placement:
-            kind = name.removesuffix("_tangent")
-            if kind == "grad_bias":
+            if name.removesuffix("_tangent") == "grad_bias":
                 if "bias" not in shapes or not options["output_mask"][-1]:
                     return Replicate()
                 place = _placement("bias", shapes["bias"], dim)
                 return Partial() if place.is_replicate() else place
             if "output_mask" in options and not options["output_mask"][results.index(name)]:
                 return Replicate()
-            return Shard(rank + dim + 1) if kind in _LSE else Shard(rank + dim)
+            return Shard(rank + dim)  # of lse too: it lacks the last dimension
 
         def placements(dim: int) -> tuple[list[Any], list[Any]]:
             inputs = [
@@ -75,6 +75,12 @@ def _register(op: Any) -> None:
         if options.get("heads") is None:
             found.append(placements(HEADS))
         return found
+
+    # What a decision may be remembered for: by itself register_sharding looks at integers only, and would take the
+    # shapes of one output_mask, or the rule of no dropout, for another.
+    propagator = DTensor._op_dispatcher.sharding_propagator  # type: ignore[attr-defined]
+    options = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
+    propagator.op_to_schema_info[op] = RuntimeSchemaInfo(len(arguments), options, needs_pytree=True)
 
 
 for _name in ("attention_forward", "attention_backward", "attention_weights"):

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 
+TIMEOUT = 200  # seconds for all cases of a module
 TESTS = Path(__file__).resolve().parent.parent
 
 
@@ -17,7 +19,7 @@ TESTS = Path(__file__).resolve().parent.parent
 def reports(module: str, world: int) -> dict[str, str]:
     """Runs every case of ``ranks.<module>`` on ``world`` ranks: what went wrong in each, "" where nothing did."""
     with tempfile.TemporaryDirectory() as folder:
-        codes, logs = start(module, world, folder, 400)
+        codes, logs = start(module, world, folder, TIMEOUT)
         found: dict[str, str] = {}
         for rank in range(world):
             report = Path(folder, f"report{rank}.json")
@@ -51,9 +53,12 @@ def start(module: str, world: int, folder: str, timeout: float) -> tuple[list[in
         )
         ranks.append((process, log))
     codes = []
+    deadline = time.monotonic() + timeout
     try:
         for process, _ in ranks:
-            codes.append(process.wait(timeout))
+            codes.append(process.wait(max(deadline - time.monotonic(), 0.1)))
+    except subprocess.TimeoutExpired:
+        codes.append(-1)
     finally:
         for process, log in ranks:
             process.kill()

@@ -5,6 +5,7 @@ RANK=0 WORLD_SIZE=2 RENDEZVOUS=folder python -m ranks.worker sequence_cases
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -17,10 +18,12 @@ import torch
 import torch.distributed as dist
 
 import mha_ext.distributed  # noqa: F401
+from ranks.launch import TIMEOUT
 
 
 def main(module: str) -> None:
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(TIMEOUT - 20)  # into the log, where the ranks hang
     folder, rank = Path(os.environ["RENDEZVOUS"]), int(os.environ["RANK"])
     cases = importlib.import_module(f"ranks.{module}")
     dist.init_process_group(
@@ -32,14 +35,18 @@ def main(module: str) -> None:
     )
     report: dict[str, str] = {}
     for name, case in cases.CASES.items():
+        if not name.startswith(os.environ.get("ONLY", "")):  # to look into one by hand
+            continue
         torch.manual_seed(0)
         torch._dynamo.reset()
         try:
             case()
             report[name] = ""
-        except Exception:
+        except Exception:  # the other ranks may be anywhere: none goes on
             report[name] = traceback.format_exc(limit=-8)
         Path(folder, f"report{rank}.json").write_text(json.dumps(report))
+        if report[name]:
+            sys.exit(1)
     dist.destroy_process_group()
 
 

@@ -1,0 +1,110 @@
+"""What goes wrong on one rank is an error on every rank, and no rank hangs. Every rank of one case raises or ends."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mha_ext.distributed.ring
+from mha_ext.distributed import ring_attention, sequence_parallel_attention
+
+TIMEOUT = 8  # seconds, of the process group
+
+
+def numbers(rows: int = 8) -> Tensor:
+    return torch.randn(1, 4, rows, 8, dtype=torch.float64)
+
+
+def refused(error: type[Exception], text: str, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except error as found:
+        assert text in str(found), found
+    else:
+        raise AssertionError(f"no {error.__name__} with {text!r}")
+
+
+def last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def shapes() -> None:
+    x = numbers(10 if last() else 8)
+    refused(ValueError, "query must be the same on every rank", lambda: ring_attention(x, x, x))
+
+
+def options() -> None:
+    x = numbers()
+    for name, mine, theirs in (
+        ("causal", True, False),
+        ("window", (1, 1), (2, 1)),
+        ("dropout_p", 0.1, 0.2),
+        ("order", "zigzag", "contiguous"),
+        ("seed", torch.tensor([1, 2]), torch.tensor([1, 3])),
+        ("key_lengths", torch.tensor([3]), torch.tensor([4])),
+    ):
+        chosen: dict[str, Any] = {name: theirs if last() else mine}
+        text = f"{name} must be the same on every rank"
+        refused(ValueError, text, lambda chosen=chosen: ring_attention(x, x, x, **chosen))
+
+
+def arguments() -> None:
+    """One rank is refused: it says why, the others say which."""
+    x = numbers()
+    wrong: Any = "nonsense" if last() else x
+    text = "key must be a tensor"
+    refused(TypeError if last() else ValueError, text, lambda: ring_attention(x, wrong, x))
+    odd = numbers(7)
+    refused(ValueError, "even number of rows", lambda: ring_attention(odd, odd, odd))
+    long = torch.tensor([8 * dist.get_world_size() + 1])
+    refused(ValueError, "key_lengths must be", lambda: ring_attention(x, x, x, key_lengths=long))
+    few = x[:, :1]
+    refused(
+        ValueError,
+        'method must be "ring"',
+        lambda: sequence_parallel_attention(x, few, few, method="all_to_all"),
+    )
+    bias = torch.zeros(7, 8 * dist.get_world_size(), dtype=torch.float64)
+    refused(ValueError, "bias must broadcast", lambda: ring_attention(x, x, x, bias=bias))
+
+
+def goes_on() -> None:
+    """After a refusal the group is as good as before."""
+    shapes()
+    x = numbers()
+    assert ring_attention(x, x, x).isfinite().all()
+
+
+def silent() -> None:
+    """A rank that never calls: the others end by the group's timeout. Leaves the group broken."""
+    x = numbers().requires_grad_()
+    if last():
+        time.sleep(TIMEOUT + 4)
+    else:
+        refused(RuntimeError, "", lambda: ring_attention(x, x, x))
+
+
+def dies() -> None:
+    """A rank that dies in the middle of the ring: forward or backward of the others ends with an error."""
+    x = numbers().requires_grad_()
+    if last():
+
+        def kernel(*args: Any, **options: Any) -> None:
+            os._exit(0)
+
+        mha_ext.distributed.ring._forward = kernel
+    refused(RuntimeError, "", lambda: ring_attention(x, x, x).sum().backward())
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "shapes": shapes,
+    "options": options,
+    "arguments": arguments,
+    "goes on": goes_on,
+}
