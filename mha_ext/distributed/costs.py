@@ -61,17 +61,28 @@ def tensor_parallel_bytes(batch: int, length: int, width: int, item: int, ranks:
     return 2 * (ranks - 1) / ranks * batch * length * width * item
 
 
-def ring_memory(shape: Shape, ranks: int) -> float:
-    """Bytes beyond inputs, results and their gradients, at most: buffers of keys and values, and sums in backward."""
-    shard = shape.pair_numbers / ranks
-    rows = (shape.query_numbers + shape.out_numbers) / ranks
-    return 2 * shard * shape.item + 3 * shard * shape.sums + rows * shape.sums
+def ring_memory(shape: Shape, ranks: int, *, backward: bool) -> float:
+    """Bytes beyond inputs and what is kept for backward (out and lse), at most; a mask or bias with rows aside.
+
+    Up to four shards of keys and values are alive: one that is used, one that arrives, and what is still being sent; in
+    backward as many of the sums of their gradients; and sums of this rank's rows.
+    """
+    pairs, queries, outs = (
+        numbers / ranks for numbers in (shape.pair_numbers, shape.query_numbers, shape.out_numbers)
+    )
+    lse = 32 * shape.batch * shape.heads * shape.queries / ranks
+    if not backward:
+        return 4 * pairs * shape.item + outs * (shape.item + 3 * shape.sums) + lse
+    rows = (queries + outs) * (shape.item + shape.sums)
+    return 4 * pairs * (shape.item + shape.sums) + rows + lse
 
 
-def all_to_all_memory(shape: Shape, ranks: int) -> float:
-    """Bytes kept for backward: query, key, value, out of this rank's heads; and a packed copy while they travel."""
+def all_to_all_memory(shape: Shape, ranks: int, *, backward: bool) -> float:
+    """Bytes beyond inputs, at most: four copies of query, key, value and out in forward, of which two are kept for
+    backward; three more of them there. One of these is what a transport lets go of late."""
     numbers = (shape.query_numbers + shape.pair_numbers + shape.out_numbers) / ranks
-    return 2 * numbers * shape.item
+    lse = 32 * shape.batch * shape.heads * shape.queries / ranks
+    return (3 if backward else 4) * numbers * shape.item + lse
 
 
 def flops(shape: Shape, *, causal: bool, backward: bool) -> float:
@@ -94,3 +105,36 @@ def cheapest(shape: Shape, ranks: int, steps: int, *, backward: bool) -> str:
         ring += ring_bytes(shape, ranks, steps, backward=True)
         exchange *= 2
     return "all_to_all" if exchange < ring else "ring"
+
+
+def ring_seconds(
+    shape: Shape, ranks: int, bandwidth: float, speed: float, *, causal: bool, backward: bool
+) -> float:
+    """The larger of computing and sending, because they overlap: bytes / s and FLOP / s of one rank."""
+    sending = ring_bytes(shape, ranks, backward=backward) / bandwidth
+    return max(flops(shape, causal=causal, backward=backward) / ranks / speed, sending)
+
+
+def all_to_all_seconds(
+    shape: Shape, ranks: int, bandwidth: float, speed: float, *, causal: bool, backward: bool
+) -> float:
+    """The sum of computing and sending: attention waits for its rows, and the output projection for attention."""
+    computing = flops(shape, causal=causal, backward=backward) / ranks / speed
+    return computing + all_to_all_bytes(shape, ranks) / bandwidth
+
+
+def tensor_parallel_seconds(
+    shape: Shape, ranks: int, bandwidth: float, speed: float, *, causal: bool, backward: bool
+) -> float:
+    """Attention of a share of the heads, and one all-reduce of [B, L, H · V]."""
+    computing = flops(shape, causal=causal, backward=backward) / ranks / speed
+    width = shape.heads * shape.value_dim
+    sent = tensor_parallel_bytes(shape.batch, shape.queries, width, shape.item, ranks)
+    return computing + sent / bandwidth
+
+
+def tensor_parallel_memory(shape: Shape, ranks: int) -> float:
+    """Bytes of the layer's input and output, whole on every rank, and of query, key, value and out of its heads."""
+    whole = shape.batch * shape.queries * shape.heads * (shape.head_dim + shape.value_dim)
+    shards = (shape.query_numbers + shape.pair_numbers + shape.out_numbers) / ranks
+    return (whole + shards) * shape.item

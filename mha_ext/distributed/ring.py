@@ -81,34 +81,47 @@ def _run_forward(
 ) -> tuple[Tensor, Tensor]:
     """out in query's dtype over [B, L, H, Dv] memory, and lse in float64."""
     batch, heads, count, _ = query.shape
-    sums = _sum_type(query)
-    out = query.new_zeros((batch, count, heads, value.shape[-1]), dtype=sums).transpose(1, 2)
+    shape = (batch, count, heads, value.shape[-1])
+    out = query.new_zeros(shape, dtype=_sum_type(query)).transpose(1, 2)
     lse = query.new_full((batch, heads, count), -torch.inf, dtype=torch.float64)
-    means = None
-    mine = _chunks(problem, problem.rank, problem.queries)
+    means = torch.zeros_like(out) if problem.uniform else None
     pair, total = _Pair(key, value), steps(problem)
     for step in range(total):
         travelling = pair.shift(problem) if step + 1 < total else None
         owner = (problem.rank - step) % problem.size
-        for q in mine:
-            for k in _chunks(problem, owner, problem.keys):
-                key_part, value_part = pair.key[:, :, k.rows], pair.value[:, :, k.rows]
-                for rows, options in problem.parts(q, k):
-                    bias_part = problem.pairs(bias, rows, k)
-                    part = _call_forward(
-                        query[:, :, rows.rows], key_part, value_part, bias_part, options
-                    )
-                    _merge(out[:, :, rows.rows], lse[:, :, rows.rows], *part)
-                if problem.uniform and k.length and (lse[:, :, q.rows] == -torch.inf).any():
-                    means = torch.zeros_like(out) if means is None else means
-                    options = problem.every_key(q, k, query)
-                    part = _call_forward(query[:, :, q.rows], key_part, value_part, None, options)
-                    means[:, :, q.rows] += part[0].to(sums) * (k.length / problem.keys)
+        _add_shard(query, pair, owner, bias, problem, out, lse, means)
         if travelling is not None:
-            pair = travelling.arrived()
+            pair, travelling = travelling.arrived(), None
     if means is not None:
         out = torch.where((lse == -torch.inf)[..., None], means, out)
     return out.to(query.dtype), lse
+
+
+def _add_shard(
+    query: Tensor,
+    pair: _Pair,
+    owner: int,
+    bias: Tensor | None,
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    means: Tensor | None,
+) -> None:
+    """Adds what this rank's queries see of one shard of the keys to out and lse, in place.
+
+    ``means``: likewise the mean of all values, for rows that have seen nothing yet; those that never do take it.
+    """
+    for q in _chunks(problem, problem.rank, problem.queries):
+        for k in _chunks(problem, owner, problem.keys):
+            key, value = pair.key[:, :, k.rows], pair.value[:, :, k.rows]
+            for rows, options in problem.parts(q, k):
+                of_bias = problem.pairs(bias, rows, k)
+                part = _call_forward(query[:, :, rows.rows], key, value, of_bias, options)
+                _merge(out[:, :, rows.rows], lse[:, :, rows.rows], *part)
+            if means is not None and k.length and (lse[:, :, q.rows] == -torch.inf).any():
+                options = problem.every_key(q, k, query)
+                mean, _, _ = _call_forward(query[:, :, q.rows], key, value, None, options)
+                means[:, :, q.rows] += mean.to(means.dtype) * (k.length / problem.keys)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, part_low: Tensor) -> None:
@@ -161,12 +174,13 @@ class _Gradients:
             mine = self._step(pair, (p.rank - step) % p.size)
             if coming is not None:
                 mine.flat += coming.arrived().flat
+                coming = None
             if step + 1 < total:
                 coming = mine.shift(p)
             elif total > 1:
                 mine = mine.shift(p, 1 - total).arrived()
             if travelling is not None:
-                pair = travelling.arrived()
+                pair, travelling = travelling.arrived(), None
         if for_bias and constant and self.bias is not None and self.grad_lse is not None:
             of_lse = self.grad_lse.masked_fill(self.lse == -torch.inf, 0.0)[..., None]
             self.grad_bias = (

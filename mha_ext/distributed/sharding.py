@@ -78,7 +78,7 @@ def _register(op: Any) -> None:
 
     # What a decision may be remembered for: by itself register_sharding looks at integers only, and would take the
     # shapes of one output_mask, or the rule of no dropout, for another.
-    propagator = DTensor._op_dispatcher.sharding_propagator  # type: ignore[attr-defined]
+    propagator = DTensor._op_dispatcher.sharding_propagator
     options = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
     propagator.op_to_schema_info[op] = RuntimeSchemaInfo(len(arguments), options, needs_pytree=True)
 

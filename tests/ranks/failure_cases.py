@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is an error on every rank, and no rank hangs. Every rank of one case raises or ends."""
+"""What goes wrong on one rank is an error on every rank, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 import mha_ext.distributed.ring
 from mha_ext.distributed import ring_attention, sequence_parallel_attention
 
-TIMEOUT = 8  # seconds, of the process group
+PATIENCE = 8  # seconds, of the process group where a rank is gone
 
 
 def numbers(rows: int = 8) -> Tensor:
@@ -85,7 +85,7 @@ def silent() -> None:
     """A rank that never calls: the others end by the group's timeout. Leaves the group broken."""
     x = numbers().requires_grad_()
     if last():
-        time.sleep(TIMEOUT + 4)
+        time.sleep(PATIENCE + 4)
     else:
         refused(RuntimeError, "", lambda: ring_attention(x, x, x))
 

@@ -1,6 +1,6 @@
-"""One rank: runs every case of a module, and writes down what went wrong in each.
+"""One rank: runs every case of some modules, and writes down what went wrong in each.
 
-RANK=0 WORLD_SIZE=2 RENDEZVOUS=folder python -m ranks.worker sequence_cases
+RANK=0 WORLD_SIZE=2 RENDEZVOUS=folder python -m ranks.worker sequence_cases,tensor_cases
 """
 
 from __future__ import annotations
@@ -17,38 +17,36 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import mha_ext.distributed  # noqa: F401
 from ranks.launch import TIMEOUT
 
 
-def main(module: str) -> None:
+def main(names: list[str]) -> None:
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(TIMEOUT - 20)  # into the log, where the ranks hang
+    faulthandler.dump_traceback_later(TIMEOUT - 60)  # into the log: where the ranks hang
     folder, rank = Path(os.environ["RENDEZVOUS"]), int(os.environ["RANK"])
-    cases = importlib.import_module(f"ranks.{module}")
+    modules = [importlib.import_module(f"ranks.{name}") for name in names]
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=getattr(cases, "TIMEOUT", 60)),
+        timeout=timedelta(seconds=getattr(modules[0], "SECONDS", 120)),
     )
     report: dict[str, str] = {}
-    for name, case in cases.CASES.items():
-        if not name.startswith(os.environ.get("ONLY", "")):  # to look into one by hand
-            continue
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        try:
-            case()
-            report[name] = ""
-        except Exception:  # the other ranks may be anywhere: none goes on
-            report[name] = traceback.format_exc(limit=-8)
-        Path(folder, f"report{rank}.json").write_text(json.dumps(report))
-        if report[name]:
-            sys.exit(1)
+    for name, module in zip(names, modules, strict=True):
+        for case, run in module.CASES.items():
+            torch.manual_seed(0)
+            error = ""
+            try:
+                run()
+            except Exception:  # the other ranks may be anywhere: none goes on
+                error = traceback.format_exc(limit=-8)
+            report[f"{name}: {case}"] = error
+            Path(folder, f"report{rank}.json").write_text(json.dumps(report))
+            if error:
+                sys.exit(1)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1].split(","))
