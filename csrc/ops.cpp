@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "explain.h"
 
 // setup.py defines these; a build by hand need not.
 #ifndef MHA_EXT_VERSION
@@ -370,6 +371,8 @@ computing them again (lse_low None: zero). The rest as there.)");
 query [B, Lq, H * D], key [B, Lk, Hkv * D], value [B, Lk, Hkv * Dv], where H = num_heads and
 Hkv = num_kv_heads (num_heads where it is None). Heads are split and merged by strides: nothing is
 copied. The rest as for attention_forward.)");
+
+  bind_explain(m);
 
   m.def(
       "compiled_isas", [] { return isas(/*only_supported=*/false); },

@@ -1,6 +1,7 @@
 """The compiled module: importing it registers the operators torch.ops.mha_ext.*."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -146,6 +147,26 @@ def multi_head_attention(
     uniform_empty_rows: bool = False,
 ) -> Tensor:
     """Split, attend, merge: [B, Lq, H·D], [B, Lk, Hkv·D], [B, Lk, Hkv·Dv] -> [B, Lq, H·Dv]."""
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    seed: Tensor | None = None,
+    *,
+    corner: str | None = None,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    dropout_p: float = 0.0,
+    scale: float = 1.0,
+    uniform_empty_rows: bool = False,
+    origin: Sequence[int] = (0, 0, 0, 0),
+    output_mask: Sequence[bool] = (True, True),
+) -> dict[str, Any]:
+    """What attention_forward and its derivatives would do: passes, hidden pairs, copied bytes."""
 
 def compiled_isas() -> list[str]:
     """The instruction sets this build has kernels for, best first."""

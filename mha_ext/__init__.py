@@ -14,6 +14,7 @@ check_torch_version()
 
 from mha_ext import _C, reference, transforms  # noqa: E402, F401  (these register the operators and their rules)
 from mha_ext.cache import KVCache, rotate  # noqa: E402
+from mha_ext.explanation import explain  # noqa: E402
 from mha_ext.functional import attention, attention_weights  # noqa: E402
 from mha_ext.linear import FastLinear  # noqa: E402
 from mha_ext.modules import AttentionBlock, MultiHeadAttention  # noqa: E402
@@ -36,6 +37,7 @@ __all__ = [
     "attention_received",
     "attention_topk",
     "attention_weights",
+    "explain",
     "reference",
     "rotate",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -145,6 +146,27 @@ def _profile(arguments: argparse.Namespace) -> int:
     return profile.main(settings, arguments.json, arguments.trace)
 
 
+_OPTIONAL = ("transformers", "onnxscript", "onnxruntime", "matplotlib", "rich")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _kernels(device: str) -> list[str]:
+    """The operators that have a kernel of their own for a device."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = (
+        op.removeprefix("mha_ext::")
+        for op in sorted(torch._C._dispatch_get_all_op_names())
+        if op.startswith("mha_ext::")
+    )
+    return [name for name in names if has(f"mha_ext::{name}", device)]
+
+
 def info() -> str:
     """What was built and what this machine can do, as lines of `name  value`."""
     c = mha_ext._C
@@ -159,6 +181,10 @@ def info() -> str:
         lines["GPU"] = torch.cuda.get_device_name()
     else:
         lines["GPU"] = "none that torch can use"
+    for device in ("CPU", "CUDA"):
+        lines[f"kernels on {device}"] = ", ".join(_kernels(device)) or "none"
+    found = [f"{name} {_version(name)}" for name in _OPTIONAL if _version(name)]
+    lines["optional packages"] = ", ".join(found) or f"none of {', '.join(_OPTIONAL)}"
     lines["threads"] = f"{torch.get_num_threads()} (torch.get_num_threads())"
     for dtype in peers.DTYPES:
         lines[f"peak {dtype}"] = f"{c.fma_peak(dtype) * 1e-9:.0f} GFLOP/s a thread"

@@ -154,15 +154,57 @@ def attention_with_lse(
 
     ``origin``: the global position (batch, head, query, key) of the first element, where the tensors are shards.
     """
+    sharded = type(query) is not Tensor and hasattr(query, "device_mesh")  # a DTensor
+    drawn, options = operator_options(
+        query,
+        key,
+        value,
+        mask,
+        bias,
+        key_lengths,
+        causal,
+        window,
+        dropout_p,
+        seed,
+        scale,
+        empty_rows,
+        draw=not sharded,
+    )
+    if any(origin):
+        options["origin"] = origin
+    if sharded:
+        from mha_ext.distributed.sharding import attention_of_dtensors
+
+        return attention_of_dtensors(query, key, value, mask, bias, key_lengths, drawn, options)
+    out, lse, lse_low = _forward(query, key, value, mask, bias, key_lengths, drawn, **options)
+    return out, lse, lse_low
+
+
+def operator_options(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_lengths: Tensor | None,
+    causal: Causal,
+    window: Window | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    scale: float | None,
+    empty_rows: EmptyRows,
+    *,
+    draw: bool = True,
+) -> tuple[Tensor | None, dict[str, Any]]:
+    """The checks of `attention`; the seed, drawn where it is needed, and the operator's keyword arguments."""
     _check_tensors(query, key, mask, bias, key_lengths)
     if not isinstance(value, Tensor):
         raise TypeError(_not_a_tensor("value", value))
     corner, left, right = _diagonal(query, key, key_lengths, causal, window)
     if type(dropout_p) is not float or not 0.0 <= dropout_p < 1.0:
         check_dropout("dropout_p", dropout_p)
-    sharded = type(query) is not Tensor and hasattr(query, "device_mesh")  # a DTensor
     if seed is None:
-        if dropout_p > 0.0 and not sharded:
+        if dropout_p > 0.0 and draw:
             seed = torch.randint(0, 2**32, (2,), device=query.device)
     elif not isinstance(seed, Tensor):
         raise TypeError(
@@ -172,17 +214,8 @@ def attention_with_lse(
     options = _options(corner, left, right, _is_uniform(empty_rows))
     if dropout_p:
         options["dropout_p"] = dropout_p
-    if any(origin):
-        options["origin"] = origin
-    if sharded:
-        from mha_ext.distributed.sharding import attention_of_dtensors
-
-        options["scale"] = _scale(query, scale)
-        return attention_of_dtensors(query, key, value, mask, bias, key_lengths, seed, options)
-    out, lse, lse_low = _forward(
-        query, key, value, mask, bias, key_lengths, seed, scale=_scale(query, scale), **options
-    )
-    return out, lse, lse_low
+    options["scale"] = _scale(query, scale)
+    return seed, options
 
 
 def attention_weights(

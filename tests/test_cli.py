@@ -47,6 +47,11 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"active {mha_ext._C.active_isa()}" in shown
     for dtype in peers.DTYPES:
         assert f"peak {dtype}" in shown
+    line = next(line for line in shown.splitlines() if line.startswith("kernels on CPU"))
+    for name in ("attention_forward", "attention_backward_tangent", "attention_weights", "linear"):
+        assert name in line
+    line = next(line for line in shown.splitlines() if line.startswith("kernels on CUDA"))
+    assert ("attention_forward" in line) == (not mha_ext._C.build_info()["cuda"].startswith("no"))
 
 
 def test_profile_writes_what_it_measured(

@@ -55,8 +55,8 @@ MUST_NOT = [
     ("mha_ext/functional.py", r"^from mha_ext\.modules|mha_ext import modules", "one way through"),
 ]
 SPEAKS_TORCH = re.compile(
-    r"csrc/((ops|problem|checks|sizes|autograd|autograd_call|autograd_nodes|autocast|meta|composite|linear)\.(h|cpp)"
-    r"|(cpu|cuda)/(attention|linear)\.cpp|cpu/(gradients|weights)\.cpp|cpu/(attention|schedule)\.h)"
+    r"csrc/((ops|problem|checks|sizes|autograd|autograd_call|autograd_nodes|autocast|meta|composite|linear|explain)\.(h|cpp)"
+    r"|(cpu|cuda)/(attention|linear)\.cpp|cpu/(gradients|weights|explain)\.cpp|cpu/(attention|schedule)\.h)"
 )
 REFERENCE_IMPORTS = {"__future__", "collections", "math", "torch", "typing"}
 WORDS = [

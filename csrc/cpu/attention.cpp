@@ -1,5 +1,5 @@
 // The CPU key: forward and its tangent, and the table of all operators. Describe the problem,
-// allocate, hand tiles to the threads.
+// allocate, hand tiles to the threads as plan.h says.
 #include "attention.h"
 
 #include <torch/library.h>
@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "schedule.h"
+#include "plan.h"
 
 namespace mha_ext::cpu {
 
@@ -26,17 +26,14 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   const Attention& a = groups[0];
   const int64_t count = group_count(query);
   const TypeKernels& kernels = kernels_for(a);
-  const double flops = 2 * static_cast<double>(count) * pair_count(a) *
-                       static_cast<double>(a.head_dim + a.value_dim);
-  const int64_t ranges = forward_ranges(a).count, scratch_bytes = kernels.forward_scratch_bytes(a);
-  const int64_t state_bytes = ranges > 1 ? kernels.state_bytes(a) : 0;
-  if (a.queries <= kFewQueries && a.queries > 0 && a.heads > 0) {
-    const int64_t rows = a.heads / a.kv_heads * a.queries, parts = ceil_div(rows, kFewRows);
-    const int64_t jobs = a.batch * a.kv_heads * parts;
+  const ForwardPlan plan = plan_forward(a, count);
+  const int64_t together = plan.together, parts = plan.parts, jobs = plan.group_jobs;
+  if (plan.kernel == ForwardKernel::kFew) {
+    const int64_t rows = a.heads / a.kv_heads * a.queries;
     const auto place = [&](int64_t index, const auto& run) {
-      const int64_t job = index % jobs, head = job / parts, first = job % parts * kFewRows;
+      const int64_t job = index % jobs, head = job / parts, first = job % parts * together;
       run(groups[index / jobs], head / a.kv_heads, head % a.kv_heads, first,
-          std::min(kFewRows, rows - first));
+          std::min(together, rows - first));
     };
     const auto part = [&](int64_t job, int64_t range, void* states, void* scratch) {
       place(job, [&](const Attention& g, int64_t b, int64_t kv, int64_t first, int64_t size) {
@@ -44,8 +41,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
       });
     };
     for_each_job(
-        count * jobs, ranges, flops, scratch_bytes, state_bytes,
-        [&](int64_t job, void* scratch) { part(job, kEveryRange, nullptr, scratch); }, part,
+        plan.jobs, [&](int64_t job, void* scratch) { part(job, kEveryRange, nullptr, scratch); },
+        part,
         [&](int64_t job, void* states, void* scratch) {
           place(job, [&](const Attention& g, int64_t b, int64_t kv, int64_t first, int64_t size) {
             kernels.merge_few(g, b, kv, first, size, states, scratch);
@@ -53,14 +50,6 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
         });
     return {out, lse, lse_low};
   }
-  // Blocks done together share what they read and pack of K and V; no more of them than leaves
-  // every thread a few tasks, and one where its ranges may be tasks. A row's result does not depend
-  // on that.
-  const int64_t blocks = count * a.batch * a.heads * query_blocks(a);
-  const int64_t together =
-      std::clamp<int64_t>(blocks / (4 * at::get_num_threads()), 1, ranges > 1 ? 1 : kernels.group);
-  const int64_t parts = ceil_div(query_blocks(a), together);
-  const int64_t jobs = a.batch * a.heads * parts;
   const auto place = [&](int64_t index, const auto& run) {
     const QueryTask q = query_task(a, index % jobs, parts);
     const int64_t q0 = q.part * together * kTile;
@@ -72,8 +61,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     });
   };
   for_each_job(
-      count * jobs, ranges, flops, scratch_bytes, state_bytes,
-      [&](int64_t job, void* scratch) { part(job, kEveryRange, nullptr, scratch); }, part,
+      plan.jobs, [&](int64_t job, void* scratch) { part(job, kEveryRange, nullptr, scratch); },
+      part,
       [&](int64_t job, void* states, void* scratch) {
         place(job, [&](const Attention& g, int64_t b, int64_t h, int64_t q0, int64_t rows) {
           kernels.merge(g, b, h, q0, rows, states, scratch);
@@ -108,20 +97,14 @@ std::tuple<Tensor, Tensor> attention_forward_tangent(
   const Attention& a = groups[0];
   const int64_t count = group_count(query);
   const TypeKernels& kernels = kernels_for(a);
-  // As in forward, blocks done together share what they pack.
-  const int64_t blocks = count * a.batch * a.heads * query_blocks(a);
-  const int64_t together =
-      std::clamp<int64_t>(blocks / (4 * at::get_num_threads()), 1, kernels.group);
-  const int64_t parts = ceil_div(query_blocks(a), together), tasks = a.batch * a.heads * parts;
-  const double flops = 2 * static_cast<double>(count) * pair_count(a) *
-                       static_cast<double>(3 * a.head_dim + 2 * a.value_dim);
-  for_each_task(count * tasks, flops, kernels.forward_tangent_scratch_bytes(a),
-                [&](int64_t index, void* scratch) {
-                  const QueryTask q = query_task(a, index % tasks, parts);
-                  const int64_t q0 = q.part * together * kTile, group = index / tasks;
-                  kernels.forward_tangent(groups[group], tangents[group], q.batch, q.head, q0,
-                                          std::min(together * kTile, a.queries - q0), scratch);
-                });
+  const TangentPlan plan = plan_forward_tangent(a, count);
+  const int64_t together = plan.together, parts = plan.parts, tasks = plan.group_tasks;
+  for_each_task(plan.tasks, [&](int64_t index, void* scratch) {
+    const QueryTask q = query_task(a, index % tasks, parts);
+    const int64_t q0 = q.part * together * kTile, group = index / tasks;
+    kernels.forward_tangent(groups[group], tangents[group], q.batch, q.head, q0,
+                            std::min(together * kTile, a.queries - q0), scratch);
+  });
   return {out_tangent, lse_tangent};
 }
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "attention.h"
-#include "schedule.h"
+#include "plan.h"
 
 namespace mha_ext::cpu {
 namespace {
@@ -31,43 +31,30 @@ void run_delta(const GradProblem& p) {
 }
 
 // grad_query, grad_key and grad_value. run_range(group, b, kv_head, range, partial, scratch) does
-// one range of keys, as kernels.backward.
+// one range of keys, as kernels.backward_tangent.
 template <class RunRange>
-void run_ranges(const GradProblem& p, int64_t scratch_bytes, double products,
-                const RunRange& run_range) {
+void run_ranges(const GradProblem& p, const RunRange& run_range) {
   const Attention& a = p.groups[0];
-  const KeyRanges ranges = key_ranges(a);
-  const int64_t group_heads = a.batch * a.kv_heads, kv_heads = p.count * group_heads;
+  const BackwardTangentPlan plan = plan_backward_tangent(a, p.grads[0], p.count);
+  const int64_t ranges = plan.ranges.count, group_heads = a.batch * a.kv_heads;
   const int64_t shared = a.kv_heads ? a.heads / a.kv_heads : 0;  // query heads of a key/value head
-  const int64_t partial_bytes =
-      shared * ranges.count * a.queries * a.head_dim * p.kernels.element_size;
-  const bool partial = ranges.count > 1 && p.grads[0].grad_query.data;
-  // The partial sums of a few heads at a time, so that memory does not grow with their number.
-  const int64_t wave =
-      partial ? std::max<int64_t>(1, ceil_div(2 * at::get_num_threads(), ranges.count)) : kv_heads;
-  const at::DataPtr memory =
-      c10::GetCPUAllocator()->allocate(partial ? std::min(wave, kv_heads) * partial_bytes : 0);
+  const bool partial = plan.head_bytes > 0;
+  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(plan.wave * plan.head_bytes);
   char* sums = static_cast<char*>(memory.get());
-  const double head_flops = 2 * products * pair_count(a) /
-                            static_cast<double>(std::max<int64_t>(1, group_heads)) *
-                            static_cast<double>(std::max(a.head_dim, a.value_dim));
-
-  for (int64_t first = 0; first < kv_heads; first += wave) {
-    const int64_t count = std::min(wave, kv_heads - first);
-    for_each_task(count * ranges.count, head_flops * static_cast<double>(count), scratch_bytes,
-                  [&](int64_t task, void* scratch) {
-                    const int64_t head = task / ranges.count, row = first + head;
-                    run_range(row / group_heads, row % group_heads / a.kv_heads, row % a.kv_heads,
-                              task % ranges.count, partial ? sums + head * partial_bytes : nullptr,
-                              scratch);
-                  });
+  for (int64_t first = 0; first < plan.heads; first += plan.wave) {
+    const int64_t count = std::min(plan.wave, plan.heads - first);
+    for_each_task(plan_heads(plan, count), [&](int64_t task, void* scratch) {
+      const int64_t head = task / ranges, row = first + head;
+      run_range(row / group_heads, row % group_heads / a.kv_heads, row % a.kv_heads, task % ranges,
+                partial ? sums + head * plan.head_bytes : nullptr, scratch);
+    });
     if (!partial) continue;
     const int64_t blocks = query_blocks(a), group_rows = a.batch * a.heads;
-    for_each_task(count * shared * blocks, static_cast<double>(count * partial_bytes), 0,
+    for_each_task(count * shared * blocks, static_cast<double>(count * plan.head_bytes), 0,
                   [&](int64_t task, void*) {
                     const int64_t head = task / blocks, row = first * shared + head;
                     p.kernels.add_ranges(p.groups[row / group_rows], p.grads[row / group_rows],
-                                         sums + head * (partial_bytes / shared),
+                                         sums + head * (plan.head_bytes / shared),
                                          row % group_rows / a.heads, row % a.heads, task % blocks);
                   });
   }
@@ -78,59 +65,41 @@ struct HeadPlace {
   int64_t group, batch, kv_head;
 };
 
-// grad_query, grad_key and grad_value, of first order, of `count` heads: at(i) says which. Where
-// there are many, a task is a head; else some ranges of keys of a head, whose sums of grad_query
-// are added afterwards.
+// grad_query, grad_key and grad_value, of first order, of the heads of one turn: at(i) says which.
 template <class At>
-void run_heads(const GradProblem& p, int64_t kv_heads, const At& at) {
+void run_heads(const GradProblem& p, const BackwardPlan& plan, const At& at) {
   const Attention& a = p.groups[0];
-  const KeyRanges ranges = grad_ranges(a);
-  const int64_t shared = a.heads / a.kv_heads, blocks = query_blocks(a);
-  const int64_t sum_bytes = blocks * query_sum_size(a) * p.kernels.element_size;
-  const int64_t scratch_bytes = ceil_div(p.kernels.backward_scratch_bytes(a), 64) * 64;
-  const int64_t together = ranges_together(a), threads = available_threads();
-  const double head_flops = 10 * pair_count(a) / static_cast<double>(a.batch * a.kv_heads) *
-                            static_cast<double>(std::max(a.head_dim, a.value_dim));
+  const int64_t ranges = plan.ranges.count;
   const auto backward = [&](int64_t head, KeyPart part, void* sums, void* scratch) {
     const HeadPlace place = at(head);
     p.kernels.backward(p.groups[place.group], p.grads[place.group], place.batch, place.kv_head,
                        part, sums, scratch);
   };
-  if (ranges.count == 1 || threads == 1 || kv_heads >= 4 * threads) {
-    const bool one_call = together == ranges.count;
-    for_each_task(
-        kv_heads, head_flops * static_cast<double>(kv_heads),
-        scratch_bytes + (one_call ? 0 : shared * sum_bytes), [&](int64_t head, void* scratch) {
-          void* sums = one_call ? nullptr : static_cast<char*>(scratch) + scratch_bytes;
-          for (int64_t first = 0; first < ranges.count; first += together)
-            backward(head, {first, std::min(first + together, ranges.count), false}, sums, scratch);
-        });
+  if (!plan.apart) {
+    for_each_task(plan_heads(plan, plan.heads), [&](int64_t head, void* scratch) {
+      void* sums = plan.head_bytes ? static_cast<char*>(scratch) + plan.scratch_bytes : nullptr;
+      for (int64_t first = 0; first < ranges; first += plan.together)
+        backward(head, {first, std::min(first + plan.together, ranges), false}, sums, scratch);
+    });
     return;
   }
-  // Enough tasks for all threads, but the sums of few heads at a time, so that memory does not grow
-  // with their number.
-  const int64_t size = std::clamp<int64_t>(kv_heads * ranges.count / (4 * threads), 1, together);
-  const int64_t parts = ceil_div(ranges.count, size);
-  const int64_t wave = std::min(kv_heads, ceil_div(4 * threads, parts));
-  const int64_t head_bytes = shared * ranges.count * sum_bytes;
-  const bool with_sums = p.grads[0].grad_query.data;
-  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(with_sums ? wave * head_bytes : 0);
+  const int64_t shared = a.heads / a.kv_heads, blocks = query_blocks(a);
+  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(plan.wave * plan.head_bytes);
   char* sums = static_cast<char*>(memory.get());
-  for (int64_t first = 0; first < kv_heads; first += wave) {
-    const int64_t count = std::min(wave, kv_heads - first);
-    for_each_task(count * parts, head_flops * static_cast<double>(count), scratch_bytes,
-                  [&](int64_t task, void* scratch) {
-                    const int64_t head = task % count, range = task / count * size;
-                    backward(first + head, {range, std::min(range + size, ranges.count), true},
-                             sums + head * head_bytes, scratch);
-                  });
-    if (!with_sums) continue;
-    for_each_task(count * shared * blocks, static_cast<double>(count * head_bytes) / 4, 0,
+  for (int64_t first = 0; first < plan.heads; first += plan.wave) {
+    const int64_t count = std::min(plan.wave, plan.heads - first);
+    for_each_task(plan_heads(plan, count), [&](int64_t task, void* scratch) {
+      const int64_t head = task % count, range = task / count * plan.together;
+      backward(first + head, {range, std::min(range + plan.together, ranges), true},
+               sums + head * plan.head_bytes, scratch);
+    });
+    if (!plan.head_bytes) continue;
+    for_each_task(count * shared * blocks, static_cast<double>(count * plan.head_bytes) / 4, 0,
                   [&](int64_t task, void*) {
                     const int64_t head = task / blocks;
                     const HeadPlace place = at(first + head / shared);
                     p.kernels.add_sums(p.groups[place.group], p.grads[place.group],
-                                       sums + head * ranges.count * sum_bytes, place.batch,
+                                       sums + head * ranges * plan.sum_bytes, place.batch,
                                        place.kv_head * shared + head % shared, task % blocks);
                   });
   }
@@ -141,15 +110,12 @@ void run_heads(const GradProblem& p, int64_t kv_heads, const At& at) {
 // All heads at once; or, where they add to one grad_bias, one after the other those that share it.
 void run_backward(const GradProblem& p) {
   const Attention& a = p.groups[0];
-  if (p.count * a.batch * a.kv_heads == 0) return;
-  const Pairs& bias = p.grads[0].grad_bias;
-  const bool in_turns = bias_is_added(a, bias);
-  const int64_t turns_b = in_turns && !bias.batch ? a.batch : 1;
-  const int64_t turns_h = in_turns && !bias.head ? a.kv_heads : 1;
-  const int64_t batches = a.batch / turns_b, heads = a.kv_heads / turns_h;
-  for (int64_t b = 0; b < turns_b; b++)
-    for (int64_t h = 0; h < turns_h; h++)
-      run_heads(p, p.count * batches * heads, [&](int64_t i) {
+  const BackwardPlan plan = plan_backward(a, p.grads[0], p.count);
+  if (plan.heads == 0) return;
+  const int64_t batches = a.batch / plan.turns_batch, heads = a.kv_heads / plan.turns_head;
+  for (int64_t b = 0; b < plan.turns_batch; b++)
+    for (int64_t h = 0; h < plan.turns_head; h++)
+      run_heads(p, plan, [&](int64_t i) {
         return HeadPlace{i / (batches * heads), b + i / heads % batches, h + i % heads};
       });
 }
@@ -195,16 +161,15 @@ void sum_constant_bias(const Attention& a, const AttentionGrad& g) {
   }
 }
 
-// grad_bias where the bias broadcasts; elsewhere run_ranges has written it. run_share(group, plan,
-// owner, chunk, sums, scratch) adds one share, as kernels.bias_share; lse_grads has the gradient of
-// lse.
+// grad_bias where plan_bias leaves a sum. run_share(group, plan, owner, chunk, sums, scratch) adds
+// one share, as kernels.bias_share; lse_grads has the gradient of lse.
 template <class RunShare>
-void run_bias(const GradProblem& p, const Groups<AttentionGrad>& lse_grads, int64_t share_bytes,
-              const RunShare& run_share) {
+void run_bias(const GradProblem& p, const Groups<AttentionGrad>& lse_grads, bool added,
+              int64_t share_bytes, const RunShare& run_share) {
   const Attention& a = p.groups[0];
-  const Pairs& bias = p.grads[0].grad_bias;
-  if (!bias.data || bias_is_dense(a, bias) || a.batch * a.heads * a.queries * a.keys == 0) return;
-  if (!bias.key && a.keys > 1) {
+  const BiasSumPlan plan = plan_bias(a, p.grads[0].grad_bias, p.count, added, share_bytes);
+  if (plan.kind == BiasSums::kNone) return;
+  if (plan.kind == BiasSums::kConstant) {
     for (int64_t group = 0; group < p.count; group++) {
       if (a.dtype == DType::kFloat64)
         sum_constant_bias<double>(p.groups[group], lse_grads[group]);
@@ -213,53 +178,39 @@ void run_bias(const GradProblem& p, const Groups<AttentionGrad>& lse_grads, int6
     }
     return;
   }
-  BiasPlan plan{bias.batch ? a.batch : 1, bias.head ? a.heads : 1,
-                bias.query ? ceil_div(a.queries, kTile) : 1, ceil_div(a.keys, kTile), 1};
-  const int64_t owners = plan.batches * plan.heads * plan.query_tiles * plan.key_tiles;
-  const int64_t terms =
-      a.batch * a.heads * ceil_div(a.queries, kTile) * ceil_div(a.keys, kTile) / owners;
-  // Few owners would leave threads idle: cut their sums. How does not depend on the threads or the
-  // groups, nor, where the bias has a batch of its own, on the size of the batch.
-  constexpr int64_t kOwnersEnough = 64;
-  plan.chunks = owners / plan.batches >= kOwnersEnough ? 1 : std::min<int64_t>(8, terms);
-  const int64_t tile_bytes = kTile * kTile * p.kernels.element_size;
-  const int64_t scratch_bytes = ceil_div(share_bytes, 64) * 64;
-  const double flops = 4 * static_cast<double>(p.count) * pair_count(a) *
-                       static_cast<double>(std::max(a.head_dim, a.value_dim));
+  const BiasPlan& tiles = plan.tiles;
+  const int64_t owners = plan.owners, sum_bytes = tiles.chunks * plan.tile_bytes;
   const auto finish = [&](int64_t index, void* sums, void* scratch) {
     const int64_t group = index / owners;
-    p.kernels.bias_finish(p.groups[group], p.grads[group], plan, index % owners, sums, scratch);
+    p.kernels.bias_finish(p.groups[group], p.grads[group], tiles, index % owners, sums, scratch);
   };
-  if (p.count * owners >= kOwnersEnough) {
-    for_each_task(p.count * owners, flops, scratch_bytes + plan.chunks * tile_bytes,
-                  [&](int64_t index, void* scratch) {
-                    char* sums = static_cast<char*>(scratch) + scratch_bytes;
-                    for (int64_t chunk = 0; chunk < plan.chunks; chunk++)
-                      run_share(index / owners, plan, index % owners, chunk,
-                                sums + chunk * tile_bytes, scratch);
-                    finish(index, sums, scratch);
-                  });
+  if (!plan.apart) {
+    for_each_task(plan.tasks, [&](int64_t index, void* scratch) {
+      char* sums = static_cast<char*>(scratch) + plan.share_bytes;
+      for (int64_t chunk = 0; chunk < tiles.chunks; chunk++)
+        run_share(index / owners, tiles, index % owners, chunk, sums + chunk * plan.tile_bytes,
+                  scratch);
+      finish(index, sums, scratch);
+    });
     return;
   }
-  const at::DataPtr memory =
-      c10::GetCPUAllocator()->allocate(p.count * owners * plan.chunks * tile_bytes);
+  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(p.count * owners * sum_bytes);
   char* sums = static_cast<char*>(memory.get());
-  for_each_task(p.count * owners * plan.chunks, flops, scratch_bytes,
-                [&](int64_t task, void* scratch) {
-                  const int64_t index = task / plan.chunks;
-                  run_share(index / owners, plan, index % owners, task % plan.chunks,
-                            sums + task * tile_bytes, scratch);
-                });
-  for_each_task(p.count * owners, 0, scratch_bytes, [&](int64_t index, void* scratch) {
-    finish(index, sums + index * plan.chunks * tile_bytes, scratch);
+  for_each_task(plan.tasks, [&](int64_t task, void* scratch) {
+    const int64_t index = task / tiles.chunks;
+    run_share(index / owners, tiles, index % owners, task % tiles.chunks,
+              sums + task * plan.tile_bytes, scratch);
+  });
+  for_each_task(p.count * owners, 0, plan.share_bytes, [&](int64_t index, void* scratch) {
+    finish(index, sums + index * sum_bytes, scratch);
   });
 }
 
 }  // namespace
 
 void run_bias(const GradProblem& p) {
-  if (bias_is_added(p.groups[0], p.grads[0].grad_bias)) return;
-  run_bias(p, p.grads, p.kernels.backward_scratch_bytes(p.groups[0]),
+  run_bias(p, p.grads, bias_is_added(p.groups[0], p.grads[0].grad_bias),
+           p.kernels.backward_scratch_bytes(p.groups[0]),
            [&](int64_t group, const BiasPlan& plan, int64_t owner, int64_t chunk, void* sums,
                void* scratch) {
              p.kernels.bias_share(p.groups[group], p.grads[group], plan, owner, chunk, sums,
@@ -358,20 +309,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_tangent(
     run_blocks(problem, [&](int64_t group, int64_t b, int64_t h, int64_t block) {
       kernels.delta_tangent(groups[group], grads[group], tangents[group], b, h, block);
     });
-  const int64_t scratch_bytes = kernels.backward_tangent_scratch_bytes(groups[0]);
-  run_ranges(
-      problem, scratch_bytes, /*products=*/12,
-      [&](int64_t group, int64_t b, int64_t kv_head, int64_t range, void* partial, void* scratch) {
-        kernels.backward_tangent(groups[group], grads[group], tangents[group], b, kv_head, range,
-                                 partial, scratch);
-      });
+  run_ranges(problem, [&](int64_t group, int64_t b, int64_t kv_head, int64_t range, void* partial,
+                          void* scratch) {
+    kernels.backward_tangent(groups[group], grads[group], tangents[group], b, kv_head, range,
+                             partial, scratch);
+  });
   // Where the bias is constant along the keys, its gradient is that of lse, and so in the tangent.
   Groups<AttentionGrad> lse_grads = grads;
   for (size_t i = 0; i < grads.size(); i++) {
     lse_grads[i].grad_lse = tangents[i].grad_lse;
     if (tangents[i].delta) lse_grads[i].delta = tangents[i].delta;
   }
-  run_bias(problem, lse_grads, scratch_bytes,
+  run_bias(problem, lse_grads, /*added=*/false, kernels.backward_tangent_scratch_bytes(groups[0]),
            [&](int64_t group, const BiasPlan& plan, int64_t owner, int64_t chunk, void* sums,
                void* scratch) {
              kernels.bias_share_tangent(groups[group], grads[group], tangents[group], plan, owner,

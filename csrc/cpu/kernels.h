@@ -59,6 +59,17 @@ constexpr int64_t kEveryRange = -1;
 // few at a time.
 constexpr int64_t kFewQueries = 4, kFewRows = 32;
 
+enum class ForwardKernel { kFew, kOneTile, kTiled };
+// Whether all keys fit into one tile; where the products are of pairs, for no more than
+// one_tile_queries queries, since they are not for a few lanes.
+HOST_DEVICE bool fits_one_tile(const Attention& a, int64_t one_tile_queries) {
+  return a.keys <= kTile && a.queries <= one_tile_queries;
+}
+HOST_DEVICE ForwardKernel forward_kernel(const Attention& a, int64_t one_tile_queries) {
+  if (a.queries <= kFewQueries && a.queries > 0 && a.heads > 0) return ForwardKernel::kFew;
+  return fits_one_tile(a, one_tile_queries) ? ForwardKernel::kOneTile : ForwardKernel::kTiled;
+}
+
 // Whether each pair has its own bias: then backward writes dS itself and no sum is left.
 HOST_DEVICE bool bias_is_dense(const Attention& a, const Pairs& grad_bias) {
   return (grad_bias.batch || a.batch == 1) && (grad_bias.head || a.heads == 1) &&
@@ -92,7 +103,8 @@ struct TypeKernels {
   int64_t (*backward_scratch_bytes)(const Attention& a);
   int64_t (*forward_tangent_scratch_bytes)(const Attention& a);
   int64_t (*backward_tangent_scratch_bytes)(const Attention& a);
-  int64_t group;  // blocks of 64 queries that forward does best together
+  int64_t group;             // blocks of 64 queries that forward does best together
+  int64_t one_tile_queries;  // see fits_one_tile
   // Queries [q0, q0 + rows), rows <= 64 group, of head h of batch entry b: out, lse and lse_low.
   // For one of forward_ranges (rows <= 64): its state, into states[range], each of state_bytes.
   void (*forward)(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t range,

@@ -43,17 +43,38 @@ inline int64_t available_threads() {
                                                                             : at::get_num_threads();
 }
 
-// run(task, scratch) for every task, the next free thread taking the next task; what a task
-// computes depends on neither. `flops` is an estimate of the whole: little work is not worth waking
-// threads for.
-template <class Run>
-void for_each_task(int64_t tasks, double flops, int64_t scratch_bytes, const Run& run) {
-  if (tasks == 0) return;
-  constexpr double kFlopsWorthAThread = 1e6;
-  int64_t threads = 1 + static_cast<int64_t>(flops / kFlopsWorthAThread);
-  if (threads > 1) threads = std::min({threads, tasks, available_threads()});
+// What keeps a call from more threads: little work, few tasks, or that there are no more.
+enum class ThreadLimit { kWork, kTasks, kThreads };
 
-  const int64_t stride = (scratch_bytes + 127) / 64 * 64;
+struct TaskPlan {
+  int64_t tasks = 0, threads = 1;
+  int64_t scratch_bytes = 0;  // of each thread
+  ThreadLimit limit = ThreadLimit::kWork;
+};
+
+// `flops` is an estimate of the whole: little work is not worth waking threads for.
+inline TaskPlan plan_tasks(int64_t tasks, double flops, int64_t scratch_bytes) {
+  constexpr double kFlopsWorthAThread = 1e6;
+  TaskPlan plan;
+  plan.tasks = tasks;
+  plan.threads = 1 + static_cast<int64_t>(flops / kFlopsWorthAThread);
+  plan.scratch_bytes = (scratch_bytes + 127) / 64 * 64;
+  if (plan.threads == 1) return plan;
+  const int64_t available = available_threads();
+  const int64_t most = std::min(tasks, available);
+  if (most < plan.threads) {
+    plan.limit = available <= tasks ? ThreadLimit::kThreads : ThreadLimit::kTasks;
+    plan.threads = most;
+  }
+  return plan;
+}
+
+// run(task, scratch) for every task, the next free thread taking the next task; what a task
+// computes depends on neither.
+template <class Run>
+void for_each_task(const TaskPlan& plan, const Run& run) {
+  const int64_t tasks = plan.tasks, threads = plan.threads, stride = plan.scratch_bytes;
+  if (tasks == 0) return;
   at::DataPtr memory;
   char* base = scratch_memory(stride * threads, memory);
   if (threads == 1) {
@@ -72,26 +93,45 @@ void for_each_task(int64_t tasks, double flops, int64_t scratch_bytes, const Run
     for (int64_t thread = begin; thread < end; thread++) work(thread);
   });
 }
+template <class Run>
+void for_each_task(int64_t tasks, double flops, int64_t scratch_bytes, const Run& run) {
+  for_each_task(plan_tasks(tasks, flops, scratch_bytes), run);
+}
 
 // Jobs of which each is a sum of `parts`: all of a job by one thread, or, where the jobs are too
-// few for the threads, the parts as tasks, and the sum by whoever finishes a job's last part. Both
-// give the same bits. states: part_bytes for each part of the job.
-//   whole(job, scratch)   part(job, index, states, scratch)   sum(job, states, scratch)
-template <class Whole, class Part, class Sum>
-void for_each_job(int64_t jobs, int64_t parts, double flops, int64_t scratch_bytes,
-                  int64_t part_bytes, const Whole& whole, const Part& part, const Sum& sum) {
+// few for the threads, the parts as tasks (`apart`), and the sum by whoever finishes a job's last
+// part. Both give the same bits.
+struct JobPlan {
+  int64_t jobs = 0, parts = 1;
+  bool apart = false;
+  int64_t job_bytes = 0;  // of the states of a job's parts, where they are apart
+  TaskPlan tasks;
+};
+
+inline JobPlan plan_jobs(int64_t jobs, int64_t parts, double flops, int64_t scratch_bytes,
+                         int64_t part_bytes) {
   constexpr int64_t kJobsEnough = 8;  // for each thread
   const int64_t threads = available_threads();
-  if (parts == 1 || threads == 1 || jobs >= kJobsEnough * threads)
-    return for_each_task(jobs, flops, scratch_bytes, whole);
-  const int64_t job_bytes = (parts * part_bytes + 63) / 64 * 64;
-  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(jobs * job_bytes);
-  std::vector<std::atomic<int64_t>> left(jobs);
-  for (auto& count : left) count.store(parts, std::memory_order_relaxed);
-  for_each_task(jobs * parts, flops, scratch_bytes, [&](int64_t task, void* scratch) {
-    const int64_t job = task / parts;
-    char* states = static_cast<char*>(memory.get()) + job * job_bytes;
-    part(job, task % parts, states, scratch);
+  JobPlan plan;
+  plan.jobs = jobs;
+  plan.parts = parts;
+  plan.apart = parts > 1 && threads > 1 && jobs < kJobsEnough * threads;
+  if (plan.apart) plan.job_bytes = (parts * part_bytes + 63) / 64 * 64;
+  plan.tasks = plan_tasks(plan.apart ? jobs * parts : jobs, flops, scratch_bytes);
+  return plan;
+}
+
+//   whole(job, scratch)   part(job, index, states, scratch)   sum(job, states, scratch)
+template <class Whole, class Part, class Sum>
+void for_each_job(const JobPlan& plan, const Whole& whole, const Part& part, const Sum& sum) {
+  if (!plan.apart) return for_each_task(plan.tasks, whole);
+  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(plan.jobs * plan.job_bytes);
+  std::vector<std::atomic<int64_t>> left(plan.jobs);
+  for (auto& count : left) count.store(plan.parts, std::memory_order_relaxed);
+  for_each_task(plan.tasks, [&](int64_t task, void* scratch) {
+    const int64_t job = task / plan.parts;
+    char* states = static_cast<char*>(memory.get()) + job * plan.job_bytes;
+    part(job, task % plan.parts, states, scratch);
     if (left[job].fetch_sub(1, std::memory_order_acq_rel) == 1) sum(job, states, scratch);
   });
 }

@@ -53,6 +53,7 @@ constexpr TypeKernels type_kernels() {
           forward_tangent_scratch_bytes<K>,
           backward_tangent_scratch_bytes<K>,
           kGroup,
+          kOneTileQueries<K>,
           forward_any<K>,
           merge<K>,
           forward_few<K>,

@@ -1,0 +1,146 @@
+#include "plan.h"
+
+#include <algorithm>
+
+namespace mha_ext::cpu {
+namespace {
+
+// Blocks of queries done together share what they read and pack of K and V; no more of them than
+// leaves every thread a few tasks. A row's result does not depend on that.
+int64_t blocks_together(const Attention& a, int64_t groups, int64_t most) {
+  const int64_t blocks = groups * a.batch * a.heads * query_blocks(a);
+  return std::clamp<int64_t>(blocks / (4 * at::get_num_threads()), 1, most);
+}
+
+double product_flops(const Attention& a, int64_t groups, int64_t widths) {
+  return 2 * static_cast<double>(groups) * pair_count(a) * static_cast<double>(widths);
+}
+
+int64_t padded(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
+
+}  // namespace
+
+ForwardPlan plan_forward(const Attention& a, int64_t groups) {
+  const TypeKernels& kernels = kernels_for(a);
+  ForwardPlan plan{forward_kernel(a, kernels.one_tile_queries), 0, 0, 0, {}};
+  const int64_t ranges = forward_ranges(a).count;
+  if (plan.kernel == ForwardKernel::kFew) {
+    plan.together = kFewRows;
+    plan.parts = ceil_div(a.heads / a.kv_heads * a.queries, plan.together);
+    plan.group_jobs = a.batch * a.kv_heads * plan.parts;
+  } else {  // one block where its ranges may be tasks
+    plan.together = blocks_together(a, groups, ranges > 1 ? 1 : kernels.group);
+    plan.parts = ceil_div(query_blocks(a), plan.together);
+    plan.group_jobs = a.batch * a.heads * plan.parts;
+  }
+  plan.jobs = plan_jobs(groups * plan.group_jobs, ranges,
+                        product_flops(a, groups, a.head_dim + a.value_dim),
+                        kernels.forward_scratch_bytes(a), ranges > 1 ? kernels.state_bytes(a) : 0);
+  return plan;
+}
+
+TangentPlan plan_forward_tangent(const Attention& a, int64_t groups) {
+  const TypeKernels& kernels = kernels_for(a);
+  const int64_t together = blocks_together(a, groups, kernels.group);
+  const int64_t parts = ceil_div(query_blocks(a), together), tasks = a.batch * a.heads * parts;
+  return {together, parts, tasks,
+          plan_tasks(groups * tasks, product_flops(a, groups, 3 * a.head_dim + 2 * a.value_dim),
+                     kernels.forward_tangent_scratch_bytes(a))};
+}
+
+BackwardPlan plan_backward(const Attention& a, const AttentionGrad& g, int64_t groups) {
+  const TypeKernels& kernels = kernels_for(a);
+  const bool in_turns = bias_is_added(a, g.grad_bias);
+  BackwardPlan plan = {};
+  plan.ranges = grad_ranges(a);
+  plan.turns_batch = in_turns && !g.grad_bias.batch ? a.batch : 1;
+  plan.turns_head = in_turns && !g.grad_bias.head ? a.kv_heads : 1;
+  const int64_t turns = std::max<int64_t>(1, plan.turns_batch * plan.turns_head);
+  plan.heads = groups * a.batch * a.kv_heads / turns;
+  plan.together = ranges_together(a);
+  plan.wave = plan.heads;
+  plan.scratch_bytes = padded(kernels.backward_scratch_bytes(a));
+  if (plan.heads == 0) return plan;
+  const int64_t shared = a.heads / a.kv_heads, threads = available_threads();
+  plan.sum_bytes = query_blocks(a) * query_sum_size(a) * kernels.element_size;
+  plan.head_flops = 10 * pair_count(a) / static_cast<double>(a.batch * a.kv_heads) *
+                    static_cast<double>(std::max(a.head_dim, a.value_dim));
+  const int64_t count = plan.ranges.count;
+  plan.apart = !(count == 1 || threads == 1 || plan.heads >= 4 * threads);
+  if (!plan.apart) {
+    plan.head_bytes = plan.together == count ? 0 : shared * plan.sum_bytes;
+    return plan;
+  }
+  // Enough tasks for all threads, but the sums of few heads at a time, so that memory does not grow
+  // with their number.
+  plan.together = std::clamp<int64_t>(plan.heads * count / (4 * threads), 1, plan.together);
+  plan.wave = std::min(plan.heads, ceil_div(4 * threads, ceil_div(count, plan.together)));
+  plan.head_bytes = g.grad_query.data ? shared * count * plan.sum_bytes : 0;
+  return plan;
+}
+
+TaskPlan plan_heads(const BackwardPlan& plan, int64_t count) {
+  const int64_t parts = plan.apart ? ceil_div(plan.ranges.count, plan.together) : 1;
+  return plan_tasks(count * parts, plan.head_flops * static_cast<double>(count),
+                    plan.scratch_bytes + (plan.apart ? 0 : plan.head_bytes));
+}
+
+BackwardTangentPlan plan_backward_tangent(const Attention& a, const AttentionGrad& g,
+                                          int64_t groups) {
+  constexpr double kProducts = 12;
+  const TypeKernels& kernels = kernels_for(a);
+  const int64_t group_heads = a.batch * a.kv_heads;
+  BackwardTangentPlan plan = {};
+  plan.ranges = key_ranges(a);
+  plan.heads = groups * group_heads;
+  plan.wave = plan.heads;
+  plan.scratch_bytes = kernels.backward_tangent_scratch_bytes(a);
+  if (plan.heads == 0) return plan;
+  // The partial sums of a few heads at a time, so that memory does not grow with their number.
+  if (plan.ranges.count > 1 && g.grad_query.data) {
+    plan.wave = std::min(
+        plan.heads, std::max<int64_t>(1, ceil_div(2 * at::get_num_threads(), plan.ranges.count)));
+    plan.head_bytes =
+        a.heads / a.kv_heads * plan.ranges.count * a.queries * a.head_dim * kernels.element_size;
+  }
+  plan.head_flops = 2 * kProducts * pair_count(a) / static_cast<double>(group_heads) *
+                    static_cast<double>(std::max(a.head_dim, a.value_dim));
+  return plan;
+}
+
+TaskPlan plan_heads(const BackwardTangentPlan& plan, int64_t count) {
+  return plan_tasks(count * plan.ranges.count, plan.head_flops * static_cast<double>(count),
+                    plan.scratch_bytes);
+}
+
+BiasSumPlan plan_bias(const Attention& a, const Pairs& grad_bias, int64_t groups, bool added,
+                      int64_t share_bytes) {
+  BiasSumPlan plan;
+  if (!grad_bias.data || added || bias_is_dense(a, grad_bias) ||
+      a.batch * a.heads * a.queries * a.keys == 0)
+    return plan;
+  if (!grad_bias.key && a.keys > 1) {
+    plan.kind = BiasSums::kConstant;
+    return plan;
+  }
+  plan.kind = BiasSums::kOwners;
+  BiasPlan& tiles = plan.tiles;
+  tiles = {grad_bias.batch ? a.batch : 1, grad_bias.head ? a.heads : 1,
+           grad_bias.query ? ceil_div(a.queries, kTile) : 1, ceil_div(a.keys, kTile), 1};
+  plan.owners = tiles.batches * tiles.heads * tiles.query_tiles * tiles.key_tiles;
+  const int64_t terms =
+      a.batch * a.heads * ceil_div(a.queries, kTile) * ceil_div(a.keys, kTile) / plan.owners;
+  // Few owners would leave threads idle: cut their sums. How does not depend on the threads or the
+  // groups, nor, where the bias has a batch of its own, on the size of the batch.
+  constexpr int64_t kOwnersEnough = 64;
+  tiles.chunks = plan.owners / tiles.batches >= kOwnersEnough ? 1 : std::min<int64_t>(8, terms);
+  plan.apart = groups * plan.owners < kOwnersEnough;
+  plan.tile_bytes = kTile * kTile * kernels_for(a).element_size;
+  plan.share_bytes = padded(share_bytes);
+  plan.tasks = plan_tasks(groups * plan.owners * (plan.apart ? tiles.chunks : 1),
+                          product_flops(a, groups, 2 * std::max(a.head_dim, a.value_dim)),
+                          plan.share_bytes + (plan.apart ? 0 : tiles.chunks * plan.tile_bytes));
+  return plan;
+}
+
+}  // namespace mha_ext::cpu
