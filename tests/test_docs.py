@@ -60,6 +60,8 @@ def slugs(path: Path) -> set[str]:
 def test_examples_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ``python`` blocks of a document, in order, in one namespace."""
     monkeypatch.chdir(tmp_path)
+    for package in re.findall(r"^import (onnxruntime)$", path.read_text(), re.MULTILINE):
+        pytest.importorskip(package, reason=f"pip install {package}")
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in python_blocks(path):
         printed = io.StringIO()
