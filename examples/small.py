@@ -1,4 +1,4 @@
-"""What the examples of derivatives share: a small transformer, its plain twin, and real text.
+"""What the examples that train share: a small transformer, its plain twin, and real text.
 
 `plain` copies a model and lets plain PyTorch compute the attention of the copy, with the same
 weights: what is compared is the attention alone.
@@ -6,10 +6,11 @@ weights: what is compared is the attention alone.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import pydoc_data.topics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,12 +39,20 @@ class Block(nn.Module):
 class PlainAttention(mha_ext.MultiHeadAttention):
     """The same layer, its attention by the definition in plain PyTorch: quadratic, any order."""
 
-    def forward(self, query: Tensor, **options: Any) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, query: Tensor, key: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        key = query if key is None else key
         q, k, v = (
-            projection(query).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for projection, x in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, key))
         )
-        out = mha_ext.reference.attention(q, k, v, causal=self.causal, **options)
+        given = {
+            name: option
+            for name, option in options.items()
+            if option is not None and option is not False
+        }
+        out = mha_ext.reference.attention(q, k, v, causal=self.causal, **given)
         return self.out_proj(out.transpose(1, 2).flatten(-2))
 
 
@@ -65,10 +74,12 @@ class CharacterModel(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, causal=True) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, characters)
 
-    def forward(self, text: Tensor) -> Tensor:
-        x = self.token(text) + self.position.weight[: text.shape[-1]]
-        for block in self.blocks:
-            x = block(x)
+    def forward(self, text: Tensor, caches: Sequence[mha_ext.KVCache] = ()) -> Tensor:
+        """With caches, one for each block, `text` goes on where they end."""
+        start = int(caches[0].lengths[0]) if caches else 0
+        x = self.token(text) + self.position.weight[start : start + text.shape[-1]]
+        for i, block in enumerate(self.blocks):
+            x = block(x, cache=caches[i]) if caches else block(x)
         return self.head(self.norm(x))
 
 
@@ -79,19 +90,36 @@ def next_character_loss(model: nn.Module, text: Tensor) -> Tensor:
 
 
 class Text:
-    """English that ships with Python: the topics of its help, as numbers."""
+    """English that ships with Python: the topics of its help, as numbers. Or another text."""
 
-    def __init__(self) -> None:
-        text = "\n".join(pydoc_data.topics.topics.values())
+    def __init__(self, text: str = "\n".join(pydoc_data.topics.topics.values())) -> None:
         characters = sorted(set(text))
-        codes = {character: code for code, character in enumerate(characters)}
+        self.alphabet = characters
+        self.code = {character: code for code, character in enumerate(characters)}
         self.characters = len(characters)
-        self.codes = torch.tensor([codes[character] for character in text])
+        self.codes = torch.tensor([self.code[character] for character in text])
 
     def sample(self, count: int, length: int, generator: torch.Generator | None = None) -> Tensor:
         """[count, length] pieces from random places."""
         places = torch.randint(len(self.codes) - length, (count, 1), generator=generator)
         return self.codes[places + torch.arange(length)]
+
+
+def descend(
+    model: nn.Module, loss_of: Callable[[], Tensor], steps: int, rate: float = 3e-3
+) -> list[float]:
+    """Trains with AdamW, the rate falling to 0; the loss of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+    losses = []
+    for _ in range(steps):
+        loss = loss_of()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
 
 
 class Timer:
@@ -126,3 +154,10 @@ def both(model: nn.Module, train: Callable[[nn.Module], list[float]]) -> tuple[n
     difference = max(abs(a - b) / max(abs(b), 1e-6) for a, b in first)
     print(f"largest relative difference of the first ten: {difference:.1e}")
     return model, difference
+
+
+def run(main: Callable[[int], int], steps: int) -> int:
+    """The exit status of main(steps), where the command line may say --steps."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=steps, help=f"of training (default {steps})")
+    return main(parser.parse_args().steps)
