@@ -2,11 +2,15 @@
 // torch is asked for streams and devices through c10 alone, so that the same extension loads where
 // torch has no CUDA.
 #include <ATen/ops/empty.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <array>
 #include <tuple>
 #include <vector>
@@ -128,10 +132,247 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   return {g.query, g.key, g.value, g.bias};
 }
 
+// The directions of one call, for each group.
+Groups<AttentionTangent> directions(const Groups<Attention>& groups, const Tangents& tangents,
+                                    std::vector<Tensor>& keep) {
+  Groups<AttentionTangent> found(groups.size());
+  if (tangents.query) set(found, &AttentionTangent::query, *tangents.query, keep);
+  if (tangents.key) set(found, &AttentionTangent::key, *tangents.key, keep);
+  if (tangents.value) set(found, &AttentionTangent::value, *tangents.value, keep);
+  if (tangents.bias) set(found, &AttentionTangent::bias, *tangents.bias);
+  return found;
+}
+
+std::tuple<Tensor, Tensor> attention_forward_tangent(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
+    const Tensor& lse, const OptionalTensor& lse_low, const OptionalTensor& query_tangent,
+    const OptionalTensor& key_tangent, const OptionalTensor& value_tangent,
+    const OptionalTensor& bias_tangent, const OptionalTensor& mask, const OptionalTensor& bias,
+    const OptionalTensor& key_lengths, const OptionalTensor& seed, OptionalString corner,
+    OptionalSymInt window_left, OptionalSymInt window_right, double dropout_p, double scale,
+    bool uniform_empty_rows, c10::SymIntArrayRef origin) {
+  const c10::DeviceGuard guard(query.device());
+  std::vector<Tensor> keep;
+  Groups<Attention> groups = describe(
+      query, key, &value, mask, bias, key_lengths, seed,
+      {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
+  check_saved(/*grad_out=*/std::nullopt, /*grad_lse=*/std::nullopt, query, value, out, lse,
+              lse_low);
+  const Tangents given{query_tangent, key_tangent, value_tangent, bias_tangent};
+  check_tangents(given, query, key, value, bias);
+  check_width("query", query);
+  check_width("value", value);
+  set(groups, &Attention::out, out, keep);
+  set_lse(groups, lse, lse_low, keep);
+  Groups<AttentionTangent> tangents = directions(groups, given, keep);
+  const Tensor out_tangent = empty_out(query, value), lse_tangent = empty_lse(query);
+  set(tangents, &AttentionTangent::out, out_tangent, keep);
+  set(tangents, &AttentionTangent::lse, lse_tangent, keep);
+  const Stream stream = current_stream(query.device());
+  for (int64_t i = 0; i < group_count(query); i++)
+    check_launch(forward_tangent(groups[i], tangents[i], stream));
+  return {out_tangent, lse_tangent};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_tangent(
+    const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& lse_low,
+    const OptionalTensor& out_tangent, const OptionalTensor& lse_tangent,
+    const OptionalTensor& query_tangent, const OptionalTensor& key_tangent,
+    const OptionalTensor& value_tangent, const OptionalTensor& bias_tangent,
+    const OptionalTensor& grad_out_tangent, const OptionalTensor& grad_lse_tangent,
+    const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_lengths,
+    const OptionalTensor& seed, OptionalString corner, OptionalSymInt window_left,
+    OptionalSymInt window_right, double dropout_p, double scale, bool uniform_empty_rows,
+    c10::SymIntArrayRef origin, std::array<bool, 4> output_mask) {
+  const c10::DeviceGuard guard(query.device());
+  std::vector<Tensor> keep;
+  Groups<Attention> groups = describe(
+      query, key, &value, mask, bias, key_lengths, seed,
+      {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
+  check_saved(grad_out, grad_lse, query, value, out, lse, lse_low);
+  const Tangents given{query_tangent, key_tangent, value_tangent, bias_tangent};
+  check_tangents(given, query, key, value, bias);
+  check_saved_tangents({out_tangent, lse_tangent, grad_out_tangent, grad_lse_tangent}, out, lse);
+  check_width("query", query);
+  check_width("value", value);
+  set(groups, &Attention::out, out, keep);
+  set_lse(groups, lse, lse_low, keep);
+  // The tangent of a gradient is where the gradient would be.
+  Gradients g = gradients(query, key, value, bias, output_mask, groups.size(), keep);
+  set(g.groups, &AttentionGrad::grad_out, grad_out, keep);
+  if (grad_lse) set(g.groups, &AttentionGrad::grad_lse, *grad_lse, keep);
+  Groups<AttentionTangent> tangents = directions(groups, given, keep);
+  if (out_tangent) set(tangents, &AttentionTangent::out, *out_tangent, keep);
+  if (lse_tangent) set(tangents, &AttentionTangent::lse, *lse_tangent, keep);
+  if (grad_out_tangent) set(tangents, &AttentionTangent::grad_out, *grad_out_tangent, keep);
+  if (grad_lse_tangent) set(tangents, &AttentionTangent::grad_lse, *grad_lse_tangent, keep);
+  Tensor delta_tangent;
+  if (out_tangent || grad_out_tangent || grad_lse_tangent) {
+    delta_tangent = empty_lse(query);
+    set(tangents, &AttentionTangent::delta, delta_tangent, keep);
+  }
+  const Tensor scratch =
+      at::empty({backward_scratch_bytes(groups[0], g.groups[0])}, query.options().dtype(at::kByte));
+  const Stream stream = current_stream(query.device());
+  for (int64_t i = 0; i < group_count(query); i++)
+    check_launch(
+        backward_tangent(groups[i], g.groups[i], tangents[i], scratch.mutable_data_ptr(), stream));
+  return {g.query, g.key, g.value, g.bias};
+}
+
+Tensor on_device(at::IntArrayRef numbers, const Tensor& like) {
+  const Tensor host = at::empty({static_cast<int64_t>(numbers.size())}, at::kLong);
+  std::copy(numbers.begin(), numbers.end(), host.mutable_data_ptr<int64_t>());
+  return host.to(like.device());
+}
+
+// Rows of the weights that are wanted and stand one after the other, as RowRun, on the device.
+Tensor row_runs(at::IntArrayRef rows, const Tensor& query) {
+  std::vector<int64_t> runs;
+  for (size_t i = 0; i < rows.size(); i++) {
+    const size_t end = runs.size();
+    if (end && runs[end - 3] + runs[end - 2] == rows[i] && runs[end - 2] < kTile)
+      runs[end - 2]++;
+    else
+      runs.insert(runs.end(), {rows[i], 1, static_cast<int64_t>(i)});
+  }
+  return on_device(runs, query).view({-1, 3});
+}
+
+// lse as it is given, or of a forward without value: Dv = 0.
+struct Levels {
+  Tensor high;
+  OptionalTensor low;
+};
+Levels levels_of(const Tensor& query, const Tensor& key, const OptionalTensor& lse,
+                 const OptionalTensor& lse_low, const OptionalTensor& mask,
+                 const OptionalTensor& bias, const OptionalTensor& key_lengths,
+                 const Options& options) {
+  if (lse) return {*lse, lse_low};
+  const auto [out, high, low] = attention_forward(
+      query, key, key.narrow(-1, 0, 0), mask, bias, key_lengths, /*seed=*/std::nullopt,
+      options.corner, options.window_left, options.window_right, /*dropout_p=*/0.0, options.scale,
+      options.uniform_empty_rows, options.origin);
+  return {high, low};
+}
+
+Tensor attention_weights(const Tensor& query, const Tensor& key, const OptionalTensor& lse,
+                         const OptionalTensor& lse_low, const OptionalTensor& mask,
+                         const OptionalTensor& bias, const OptionalTensor& key_lengths,
+                         OptionalString corner, OptionalSymInt window_left,
+                         OptionalSymInt window_right, double scale, bool uniform_empty_rows,
+                         c10::SymIntArrayRef origin, at::OptionalIntArrayRef heads,
+                         at::OptionalIntArrayRef rows) {
+  const c10::DeviceGuard guard(query.device());
+  const Options options{corner, window_left, window_right, 0.0, scale, uniform_empty_rows, origin};
+  std::vector<Tensor> keep;
+  Groups<Attention> groups =
+      describe(query, key, nullptr, mask, bias, key_lengths, std::nullopt, options, keep);
+  check_selection(query, lse, lse_low, heads, rows);
+  check_width("query", query);
+  const Levels levels = levels_of(query, key, lse, lse_low, mask, bias, key_lengths, options);
+  set_lse(groups, levels.high, levels.low, keep);
+  const Tensor found = empty_weights(query, key, heads, rows);
+  Selection selected;
+  selected.head_count = found.size(-3);
+  selected.row_count = found.size(-2);
+  if (heads) {
+    keep.push_back(on_device(*heads, query));
+    selected.heads = keep.back().const_data_ptr<int64_t>();
+  }
+  if (rows) {
+    keep.push_back(row_runs(*rows, query));
+    selected.runs = static_cast<const RowRun*>(keep.back().const_data_ptr());
+    selected.run_count = keep.back().size(0);
+  }
+  const Stream stream = current_stream(query.device());
+  char* const to = static_cast<char*>(found.mutable_data_ptr());
+  const int64_t count = group_count(query);
+  for (int64_t i = 0; i < count; i++)
+    check_launch(weights(groups[i], selected, to + found.numel() / count * i * found.element_size(),
+                         stream));
+  return found;
+}
+
+// Zeros of `size` along dim, to which each part is added in its place. Places that repeat are added
+// one after the other: index_add promises no order.
+Tensor spread(const Tensor& parts, at::IntArrayRef places, int64_t dim, int64_t size) {
+  std::vector<int64_t> shape = parts.sizes().vec();
+  shape[dim] = size;
+  const Tensor whole = at::zeros(shape, parts.options());
+  std::vector<bool> done(places.size());
+  for (size_t left = places.size(); left > 0;) {
+    std::vector<int64_t> from, to;
+    std::vector<bool> taken(static_cast<size_t>(size));
+    for (size_t i = 0; i < places.size(); i++) {
+      const auto place = static_cast<size_t>(places[i]);
+      if (done[i] || taken[place]) continue;
+      done[i] = taken[place] = true;
+      from.push_back(static_cast<int64_t>(i));
+      to.push_back(places[i]);
+    }
+    left -= from.size();
+    whole.index_add_(dim, on_device(to, parts), parts.index_select(dim, on_device(from, parts)));
+  }
+  return whole;
+}
+
+// The gradient of P reaches Q, K and the bias through the softmax alone: dS = P o (dP - rowsum(P o
+// dP)). That is the backward of attention with dP given instead of dO V^T.
+std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
+    const Tensor& grad_weights, const Tensor& weights, const Tensor& query, const Tensor& key,
+    const OptionalTensor& lse, const OptionalTensor& lse_low, const OptionalTensor& mask,
+    const OptionalTensor& bias, const OptionalTensor& key_lengths, OptionalString corner,
+    OptionalSymInt window_left, OptionalSymInt window_right, double scale, bool uniform_empty_rows,
+    c10::SymIntArrayRef origin, at::OptionalIntArrayRef heads, at::OptionalIntArrayRef rows,
+    std::array<bool, 3> output_mask) {
+  const c10::DeviceGuard guard(query.device());
+  const Options options{corner, window_left, window_right, 0.0, scale, uniform_empty_rows, origin};
+  check_selection(query, lse, lse_low, heads, rows);
+  check_weights("grad_weights", grad_weights, query, key, heads, rows);
+  check_weights("weights", weights, query, key, heads, rows);
+  const Tensor value = key.narrow(-1, 0, 0);
+  const Levels levels = levels_of(query, key, lse, lse_low, mask, bias, key_lengths, options);
+  std::vector<Tensor> keep;
+  Groups<Attention> groups =
+      describe(query, key, &value, mask, bias, key_lengths, std::nullopt, options, keep);
+  check_width("query", query);
+  set_lse(groups, levels.high, levels.low, keep);
+
+  // A hidden pair has P = 0 and an unknown dP: select, do not multiply.
+  const auto sum_type = levels.high.scalar_type();
+  Tensor grad = grad_weights;
+  Tensor delta = at::where(weights.eq(0), at::zeros({}, levels.high.options()),
+                           at::mul(weights.to(sum_type), grad.to(sum_type)))
+                     .sum(-1);
+  // The rest of P had no use, so its cotangent is zero.
+  for (Tensor* part : {&grad, &delta}) {
+    if (heads) *part = spread(*part, *heads, query.dim() - 3, query.size(-3));
+    if (rows) *part = spread(*part, *rows, query.dim() - 2, query.size(-2));
+  }
+
+  Gradients g =
+      gradients(query, key, value, bias, {output_mask[0], output_mask[1], false, output_mask[2]},
+                groups.size(), keep);
+  set(g.groups, &AttentionGrad::grad_weights, grad);
+  set(g.groups, &AttentionGrad::delta, delta, keep);
+  const Tensor scratch =
+      at::empty({backward_scratch_bytes(groups[0], g.groups[0])}, query.options().dtype(at::kByte));
+  const Stream stream = current_stream(query.device());
+  for (int64_t i = 0; i < group_count(query); i++)
+    check_launch(backward(groups[i], g.groups[i], scratch.mutable_data_ptr(), stream));
+  return {g.query, g.key, g.bias};
+}
+
 }  // namespace
 }  // namespace mha_ext::cuda
 
 TORCH_LIBRARY_IMPL(mha_ext, CUDA, m) {
   m.impl("attention_forward", mha_ext::cuda::attention_forward);
   m.impl("attention_backward", mha_ext::cuda::attention_backward);
+  m.impl("attention_forward_tangent", mha_ext::cuda::attention_forward_tangent);
+  m.impl("attention_backward_tangent", mha_ext::cuda::attention_backward_tangent);
+  m.impl("attention_weights", mha_ext::cuda::attention_weights);
+  m.impl("attention_weights_backward", mha_ext::cuda::attention_weights_backward);
 }

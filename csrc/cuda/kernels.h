@@ -20,4 +20,25 @@ const char* forward(const Attention& a, void* scratch, Stream stream);
 int64_t backward_scratch_bytes(const Attention& a, const AttentionGrad& g);
 const char* backward(const Attention& a, const AttentionGrad& g, void* scratch, Stream stream);
 
+// The rows of P that are wanted, in runs of at most 64 queries that stand one after the other: run
+// r has queries [query, query + count) and goes to rows [to, to + count). All in memory of the
+// device.
+struct RowRun {
+  int64_t query, count, to;
+};
+struct Selection {
+  const int64_t* heads = nullptr;  // nullptr = all, in order
+  const RowRun* runs = nullptr;    // nullptr = all rows, in order
+  int64_t head_count = 0, run_count = 0, row_count = 0;
+};
+// P of the selected heads and rows from a.lse, into out [B, heads, rows, Lk].
+const char* weights(const Attention& a, const Selection& selected, void* out, Stream stream);
+
+// t.out and t.lse.
+const char* forward_tangent(const Attention& a, const AttentionTangent& t, Stream stream);
+// The tangents of what backward gives, to where g says, from scratch memory of
+// backward_scratch_bytes. g.delta is written first, and t.delta if there is room for it.
+const char* backward_tangent(const Attention& a, const AttentionGrad& g, const AttentionTangent& t,
+                             void* scratch, Stream stream);
+
 }  // namespace mha_ext::cuda

@@ -30,7 +30,13 @@ SANITIZE = ["-fsanitize=address", "-fno-omit-frame-pointer"]
 HALF = (torch.bfloat16, torch.float16)
 ALL_DTYPES = (*HALF, torch.float32, torch.float64)
 WIDEST = 256  # of query and value
-KERNEL_NAMES = ("forward", "backward")  # of the seam
+KERNEL_NAMES = (
+    "forward",
+    "backward",
+    "weights",
+    "forward_tangent",
+    "backward_tangent",
+)  # of the seam
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # DType
 
 
@@ -93,6 +99,17 @@ class AttentionGrad(ctypes.Structure):
     )
 
 
+class AttentionTangent(ctypes.Structure):
+    _fields_ = _fields(
+        (Rows, "query key value"),
+        (Pairs, "bias"),
+        (Rows, "out"),
+        ("p", "lse"),
+        (Rows, "grad_out"),
+        ("p", "grad_lse delta"),
+    )
+
+
 class Options(ctypes.Structure):
     _fields_ = _fields(("i64", "seed shared_limit grid_limit traffic"))
 
@@ -106,6 +123,9 @@ class Report(ctypes.Structure):
         ("i64", "launches blocks threads shared_bytes barriers products"),
         (Traffic, "matrices copies plain"),
     )
+
+
+Directions = Mapping[str, Tensor | None]  # by the names of AttentionTangent
 
 
 class EmulatorError(RuntimeError):
@@ -166,7 +186,8 @@ class Library:
         self.functions = ctypes.CDLL(str(path))
         self.report = Report()
         sizes = {"emulated_struct_size": Attention, "emulated_grad_size": AttentionGrad}
-        for name in (*sizes, *(f"emulated_{kernel}_scratch_bytes" for kernel in KERNEL_NAMES)):
+        sizes["emulated_tangent_size"] = AttentionTangent
+        for name in (*sizes, "emulated_forward_scratch_bytes", "emulated_backward_scratch_bytes"):
             getattr(self.functions, name).restype = ctypes.c_int64
         for name in KERNEL_NAMES:
             getattr(self.functions, f"emulated_{name}").restype = ctypes.c_char_p
@@ -214,9 +235,15 @@ class Library:
     def run(self, kernel: str, *structs: ctypes.Structure) -> None:
         """One kernel of the seam, with scratch memory that holds NaN."""
         addresses = [ctypes.byref(struct) for struct in structs]
-        size = getattr(self.functions, f"emulated_{kernel}_scratch_bytes")(*addresses)
-        scratch = torch.full((max(size, 1),), 255, dtype=torch.uint8)
-        self.call(f"emulated_{kernel}", *addresses, ctypes.c_void_p(scratch.data_ptr()))
+        scratch = []
+        if kernel != "forward_tangent":
+            sized = f"emulated_{kernel.removesuffix('_tangent')}_scratch_bytes"
+            of = [ctypes.byref(s) for s in structs if not isinstance(s, AttentionTangent)]
+            size = getattr(self.functions, sized)(*of)
+            scratch = [torch.full((max(size, 1),), 255, dtype=torch.uint8)]
+        self.call(
+            f"emulated_{kernel}", *addresses, *(ctypes.c_void_p(t.data_ptr()) for t in scratch)
+        )
 
     def backward(
         self,
@@ -230,6 +257,73 @@ class Library:
         g = described.saved(grad_out, grad_lse, saved)
         grads = described.gradients(g, wanted)
         self.run("backward", described.struct, g)
+        return grads
+
+    def weights_backward(
+        self, described: Described, grad_weights: Tensor, delta: Tensor, wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Those of query, key and bias, from the cotangent of P; delta = rowsum(P o dP)."""
+        g = AttentionGrad()
+        described.keep += [grad_weights, delta]
+        g.grad_weights, g.delta = _pairs(grad_weights), _address(delta)
+        grads = described.gradients(g, [wanted[0], wanted[1], False, wanted[2]])
+        self.run("backward", described.struct, g)
+        return grads
+
+    def weights(
+        self, described: Described, heads: list[int] | None, runs: list[tuple[int, int, int]] | None
+    ) -> Tensor:
+        """P of these heads and runs of rows (query, count, to); None = all."""
+        a = described.struct
+        chosen = None if heads is None else torch.tensor(heads)
+        rows = None if runs is None else torch.tensor(runs)
+        head_count = a.heads if heads is None else len(heads)
+        row_count = a.queries if runs is None else sum(count for _, count, _ in runs)
+        sizes = (a.batch, head_count, row_count, a.keys)
+        found = torch.full(sizes, torch.nan, dtype=described.query.dtype)
+        addresses = [ctypes.c_void_p(None if t is None else _address(t)) for t in (chosen, rows)]
+        counts = [ctypes.c_int64(n) for n in (head_count, len(runs or ()), row_count)]
+        self.call(
+            "emulated_weights",
+            ctypes.byref(a),
+            addresses[0],
+            counts[0],
+            addresses[1],
+            *counts[1:],
+            ctypes.c_void_p(_address(found)),
+        )
+        return found
+
+    def forward_tangent(
+        self, described: Described, saved: Sequence[Tensor | None], directions: Directions
+    ) -> tuple[Tensor, Tensor]:
+        """O' and lse'."""
+        described.saved(saved[0], None, saved)
+        t, query = described.directions(directions), described.query
+        out = torch.full_like(saved[0], torch.nan)
+        lse = torch.full_like(saved[1], torch.nan)
+        t.out, t.lse = _rows(out), _address(lse)
+        self.run("forward_tangent", described.struct, t)
+        assert out.dtype == query.dtype
+        return out, lse
+
+    def backward_tangent(
+        self,
+        described: Described,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        saved: Sequence[Tensor | None],
+        directions: Directions,
+        wanted: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """The tangents of what backward gives."""
+        g, t = described.saved(grad_out, grad_lse, saved), described.directions(directions)
+        if {"out", "grad_out", "grad_lse"} & {n for n, d in directions.items() if d is not None}:
+            delta = torch.full_like(saved[1], torch.nan).contiguous()
+            described.keep.append(delta)
+            t.delta = _address(delta)
+        grads = described.gradients(g, wanted)
+        self.run("backward_tangent", described.struct, g, t)
         return grads
 
 
@@ -290,6 +384,23 @@ class Described:
         self.struct.lse, g.delta = _address(tensors[2]), _address(delta)
         self.struct.lse_low, g.grad_lse = (None if t is None else _address(t) for t in numbers)
         return g
+
+    def directions(self, directions: Directions) -> AttentionTangent:
+        """The direction of a derivative; None = zero."""
+        t = AttentionTangent()
+        for name, direction in directions.items():
+            if direction is None:
+                continue
+            if name in ("lse", "grad_lse"):
+                direction = direction.contiguous()
+                setattr(t, name, _address(direction))
+            elif name == "bias":
+                t.bias = _pairs(direction)
+            else:
+                direction = _with_rows(direction)
+                setattr(t, name, _rows(direction))
+            self.keep.append(direction)
+        return t
 
     def gradients(self, g: AttentionGrad, wanted: Sequence[bool]) -> list[Tensor | None]:
         """Room for the gradients that are wanted: what is not written stays NaN."""

@@ -35,6 +35,17 @@ const char* backward(const Attention& a, const AttentionGrad& g, void* scratch, 
 }
 }
 """
+REST = """
+#include "kernels.h"
+namespace mha_ext::cuda {
+const char* weights(const Attention&, const Selection&, void*, Stream) { return "none"; }
+const char* forward_tangent(const Attention&, const AttentionTangent&, Stream) { return "none"; }
+const char* backward_tangent(const Attention&, const AttentionGrad&, const AttentionTangent&, void*,
+                             Stream) {
+  return "none";
+}
+}
+"""
 # file, what stands there, what shall stand there, what tells
 MUTATIONS = {
     "barrier": (
@@ -128,7 +139,7 @@ def mutated(folder: Path, file: str, old: str, new: str) -> Path:
             assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {file}"
             text = text.replace(old, new)
         (kernels / source.name).write_text(text)
-    for name, text in (("forward.cu", FORWARD), ("backward.cu", BACKWARD)):
+    for name, text in (("forward.cu", FORWARD), ("backward.cu", BACKWARD), ("rest.cu", REST)):
         (kernels / name).write_text(text)
     return kernels
 

@@ -11,7 +11,7 @@ from cases import Inputs, Problem, make
 from test_forward import DTYPES
 from torch import Tensor
 
-SIZES = Problem(None, 2, 4, 2, queries=40, keys=75, head_dim=24, value_dim=30)
+SIZES = Problem(None, 2, 2, 1, queries=20, keys=75, head_dim=24, value_dim=30)
 KINDS = (
     {"mask": "bh1k", "bias": "hqk", "empty_rows": "uniform", "dropout_p": 0.4},
     {"key_lengths": "edges", "bias": "1h1k", "empty_rows": "uniform"},
@@ -43,4 +43,107 @@ def test_backward(dtype: torch.dtype, kind: dict[str, str]) -> None:
     options["output_mask"] = [True] * 4
     found = emulated.attention_backward(*saved, **options)
     for mine, theirs in zip(found, ON_CPU.attention_backward(*saved, **options), strict=True):
+        close(mine, theirs)
+
+
+NAMES = ("query", "key", "value", "bias")
+
+
+def described(i: Inputs, options: dict[str, object], *, dropped: bool = True) -> emulated.Described:
+    seed = i.seed if dropped else None
+    return emulated.Described(i.query, i.key, i.value, i.mask, i.bias, i.key_lengths, seed, options)
+
+
+def levels(problem: emulated.Described, lse: Tensor, lse_low: Tensor) -> None:
+    problem.keep += [lse, lse_low]
+    problem.struct.lse, problem.struct.lse_low = lse.data_ptr(), lse_low.data_ptr()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_and_their_backward(dtype: torch.dtype, kind: dict[str, object]) -> None:
+    i, options = made(dtype, {**kind, "dropout_p": 0.0})
+    pairs = (i.mask, i.bias, i.key_lengths)
+    forward = ON_CPU.attention_forward(i.query, i.key, i.value, *pairs, None, **options)
+    del options["dropout_p"]
+    saved = (i.query, i.key, *forward[1:], *pairs)
+    wanted = ON_CPU.attention_weights(*saved, **options)
+    problem = described(i, options)
+    levels(problem, *forward[1:])
+    library = emulated.library()
+    close(library.weights(problem, None, None), wanted)
+    some = library.weights(problem, [1, 0], [(7, 2, 0), (19, 1, 2)])
+    rows = torch.tensor([7, 8, 19])
+    close(some, wanted[:, [1, 0]][:, :, rows])
+    assert library.weights(problem, None, []).shape == (2, 2, 0, 75)
+
+    grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    grad[wanted == 0] = torch.nan  # of what is hidden nothing is known
+    delta = torch.where(wanted == 0, 0, wanted * grad).to(forward[1].dtype).sum(-1)
+    found = library.weights_backward(problem, grad, delta, [True] * 3)
+    theirs = ON_CPU.attention_weights_backward(
+        grad, wanted, *saved, **options, output_mask=[True] * 3
+    )
+    for mine, other in zip((found[0], found[1], found[3]), theirs, strict=True):
+        close(mine, other)
+
+
+# Which directions there are; each leaves out products of its own.
+DIRECTIONS = (
+    ("query", "key", "value", "bias", "out", "lse", "grad_out", "grad_lse"),
+    ("query", "lse", "out"),
+    ("key", "bias", "lse"),
+    ("value", "out"),
+    ("grad_out",),
+    ("grad_lse",),
+)
+
+
+@pytest.mark.parametrize(
+    ("names", "width"),
+    [*((names, 24) for names in DIRECTIONS), (DIRECTIONS[0], 140)],
+    ids=lambda value: value if isinstance(value, int) else "+".join(value),
+)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tangents(
+    dtype: torch.dtype, kind: dict[str, object], names: tuple[str, ...], width: int
+) -> None:
+    i, options = made(dtype, {**kind, "head_dim": width, "value_dim": width + 6})
+    pairs = (i.mask, i.bias, i.key_lengths, i.seed)
+    forward = ON_CPU.attention_forward(i.query, i.key, i.value, *pairs, **options)
+    like = {"query": i.query, "key": i.key, "value": i.value, "bias": i.bias, "out": forward[0]}
+    like |= {"lse": forward[1], "grad_out": i.grad_out, "grad_lse": i.grad_lse}
+    rng = torch.Generator().manual_seed(2)
+    moved: dict[str, Tensor | None] = {
+        name: torch.randn(tensor.shape, generator=rng).to(tensor.dtype) if name in names else None
+        for name, tensor in like.items()
+    }
+    leaves, rest = [moved[n] for n in NAMES], [moved[n] for n in ("grad_out", "grad_lse")]
+    library = emulated.library()
+
+    found = library.forward_tangent(
+        described(i, options), forward, {name: moved[name] for name in NAMES}
+    )
+    operands = (i.query, i.key, i.value, *forward)
+    wanted = ON_CPU.attention_forward_tangent(*operands, *leaves, *pairs, **options)
+    for mine, theirs in zip(found, wanted, strict=True):
+        close(mine, theirs)
+
+    grads = library.backward_tangent(
+        described(i, options), i.grad_out, i.grad_lse, forward, moved, [True] * 4
+    )
+    wanted = ON_CPU.attention_backward_tangent(
+        i.grad_out,
+        i.grad_lse,
+        *operands,
+        moved["out"],
+        moved["lse"],
+        *leaves,
+        *rest,
+        *pairs,
+        **options,
+        output_mask=[True] * 4,
+    )
+    for mine, theirs in zip(grads, wanted, strict=True):
         close(mine, theirs)
