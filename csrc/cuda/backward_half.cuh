@@ -34,14 +34,10 @@ struct HalfBackward {
   }
 };
 
-// P = 2^(S log2 e - level - low), dS = P (dP - delta).
+// P = exp(S - lse - low), dS = P (dP - delta). S - lse comes first: lse log2 e may overflow.
 struct QueryNumbers {
-  float level, low, delta;
+  float lse, low, delta;
 };
-DEVICE QueryNumbers query_numbers(float lse, float lse_low, float delta) {
-  const float level = lse * kLog2E;
-  return {level, fmaf(lse_low, kLog2E, fmaf(lse, kLog2E, -level)), delta};
-}
 // Of row 8 half + g of a warp that owns 16 queries.
 DEVICE void own_numbers(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
                         int64_t i0, QueryNumbers (&to)[2]) {
@@ -50,9 +46,8 @@ DEVICE void own_numbers(const Attention& a, const AttentionGrad& g, int64_t b, i
     const int64_t i = i0 + 8 * half + lane_id() / 4, at = (b * a.heads + h) * a.queries + i;
     to[half] = {0, 0, 0};
     if (i < a.queries)
-      to[half] =
-          query_numbers(((const float*)a.lse)[at], a.lse_low ? ((const float*)a.lse_low)[at] : 0,
-                        ((const float*)g.delta)[at]);
+      to[half] = {((const float*)a.lse)[at], a.lse_low ? ((const float*)a.lse_low)[at] : 0,
+                  ((const float*)g.delta)[at]};
   }
 }
 
@@ -149,7 +144,7 @@ DEVICE bool half_gradient(const Attention& a, const HalfPlace& at, const SeenTil
       const auto lse_low = load_shared<TwoNumbers>(from + 4 * F::kOthers);
       const auto delta = load_shared<TwoNumbers>(from + 8 * F::kOthers);
 #pragma unroll
-      for (int i = 0; i < 2; i++) queries[i] = query_numbers(lse.at[i], lse_low.at[i], delta.at[i]);
+      for (int i = 0; i < 2; i++) queries[i] = {lse.at[i], lse_low.at[i], delta.at[i]};
     } else {
       queries[0] = own[0];
       queries[1] = own[1];
@@ -157,7 +152,7 @@ DEVICE bool half_gradient(const Attention& a, const HalfPlace& at, const SeenTil
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       const QueryNumbers& q = queries[F::kOwnsKeys ? e % 2 : e / 2];
-      p[0][j][e] = exp2_approximate(fmaf(p[0][j][e], kLog2E, -q.level) - q.low);
+      p[0][j][e] = exp2_approximate((p[0][j][e] - q.lse - q.low) * kLog2E);
       if constexpr (F::kScores) ds[0][j][e] = p[0][j][e] * (ds[0][j][e] - q.delta);
     }
   }

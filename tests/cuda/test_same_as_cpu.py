@@ -147,3 +147,17 @@ def test_tangents(
     )
     for mine, theirs in zip(grads, wanted, strict=True):
         close(mine, theirs)
+
+
+@pytest.mark.parametrize("far", [-1e9, -3e38])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_scores_far_from_zero(dtype: torch.dtype, far: float) -> None:
+    """A bias as some use it for a mask, here for all keys of a row: P is a mean."""
+    i = make(Problem(dtype, 1, 1, queries=20, keys=70, head_dim=16))
+    pairs = (None, torch.full((1, 1, 20, 70), far), None, None)
+    forward = ON_CPU.attention_forward(i.query, i.key, i.value, *pairs, scale=0.25)
+    saved = (i.grad_out, i.grad_lse, i.query, i.key, i.value, *forward, *pairs)
+    found = emulated.attention_backward(*saved, scale=0.25, output_mask=[True] * 4)
+    wanted = ON_CPU.attention_backward(*saved, scale=0.25, output_mask=[True] * 4)
+    for mine, theirs in zip(found, wanted, strict=True):
+        close(mine, theirs)
