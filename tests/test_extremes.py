@@ -34,3 +34,21 @@ def test_a_finite_bias_stays_finite(queries: int) -> None:
     out, lse = mha_ext.attention(query, key, value, bias=bias, return_lse=True)
     assert torch.isfinite(lse).all()
     torch.testing.assert_close(out, reference.attention(query, key, value, bias=bias))
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("queries", [1, 5, 70])
+def test_scores_that_are_alike_far_from_zero(dtype: torch.dtype, queries: int) -> None:
+    """A bias of -1e9 for each key, say, swallows the products: a mean, not NaN, not an empty row."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 1, n, 16, generator=generator).to(dtype) for n in (queries, 70, 70)
+    )
+    mean = value.float().mean(2, keepdim=True).expand(1, 1, queries, 16)
+    for size in (1e9, 1e10, 1e20, 2e38):
+        for sign in (-1, 1):
+            bias = torch.full((queries, 70), sign * size)
+            out, lse = mha_ext.attention(query, key, value, bias=bias, return_lse=True)
+            torch.testing.assert_close(lse, torch.full_like(lse, sign * size), rtol=1e-6, atol=0)
+            torch.testing.assert_close(out.float(), mean, rtol=0, atol=4 * torch.finfo(dtype).eps)

@@ -43,11 +43,20 @@ DEVICE void clear_out(RowState<F>& rows) {
       for (int e = 0; e < 4; e++) rows.out[m][n][e] = 0;
 }
 
+// The level of a score; that of a finite one is finite.
+DEVICE float level_of(float score) {
+  const float level = score * kLog2E, lowest = lowest_finite(0.0f);
+  if (score == -INFINITY || score == INFINITY) return level;
+  return fmaxf(lowest, fminf(-lowest, level));
+}
+
 // Raises the levels of rows whose scores exceed them by more than 2^8, and rescales what they have;
 // S -> P, and P is added to l. Levels that stay save most passes over out, and cost no accuracy.
 template <class F>
 DEVICE void softmax_tile(float (&s)[F::kFragments][F::kColumns][4], RowState<F>& rows) {
-  float factor[F::kFragments][2];
+  // P = 2^((S - top) log2 e + ahead), top being the tile's own maximum: far from zero S log2 e and
+  // a rounded level differ by more than scores do.
+  float factor[F::kFragments][2], tops[F::kFragments][2], ahead[F::kFragments][2];
   bool grew = false;
 #pragma unroll
   for (int m = 0; m < F::kFragments; m++)
@@ -58,11 +67,17 @@ DEVICE void softmax_tile(float (&s)[F::kFragments][F::kColumns][4], RowState<F>&
       for (int j = 0; j < F::kColumns; j++)
         top = fmaxf(top, fmaxf(s[m][j][2 * half], s[m][j][2 * half + 1]));
       top = fmaxf(top, shuffle_xor(top, 1));
-      top = fmaxf(top, shuffle_xor(top, 2)) * kLog2E;
-      const float old = rows.level[m][half];
-      const bool grows = top > old + 8;
-      factor[m][half] = grows ? exp2_approximate(old - top) : 1;
-      if (grows) rows.level[m][half] = top;
+      top = fmaxf(top, shuffle_xor(top, 2));
+      const float old = rows.level[m][half], level = level_of(top);
+      const bool grows = level > old + 8;
+      factor[m][half] = grows ? exp2_approximate(old - level) : 1;
+      if (grows) rows.level[m][half] = level;
+      // Exact up to there: what a rounded level lacks, l has.
+      const bool near = fabsf(level) < (1 << 24);
+      ahead[m][half] = near ? fmaf(top, kLog2E, -rows.level[m][half]) : level - rows.level[m][half];
+      tops[m][half] = top;
+      // Nothing is seen in this tile: -inf - -inf would be NaN.
+      if (top == -INFINITY) tops[m][half] = ahead[m][half] = 0;
       rows.l[m][half] *= factor[m][half];
       grew |= grows;
     }
@@ -78,14 +93,12 @@ DEVICE void softmax_tile(float (&s)[F::kFragments][F::kColumns][4], RowState<F>&
   for (int m = 0; m < F::kFragments; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      // A row that has seen nothing yet: -inf - -inf would be NaN.
-      const float level = rows.level[m][half] == -INFINITY ? 0 : rows.level[m][half];
       float sum = 0;
 #pragma unroll
       for (int j = 0; j < F::kColumns; j++)
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; e++) {
-          s[m][j][e] = exp2_approximate(fmaf(s[m][j][e], kLog2E, -level));
+          s[m][j][e] = exp2_approximate(fmaf(s[m][j][e] - tops[m][half], kLog2E, ahead[m][half]));
           sum += s[m][j][e];
         }
       rows.l[m][half] += sum;
