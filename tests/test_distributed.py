@@ -21,6 +21,7 @@ MODULES = (
     "operator_cases",
     "data_cases",
     "count_cases",
+    "layout_cases",
     "failure_cases",
 )
 CASES = [
