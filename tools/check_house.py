@@ -53,6 +53,11 @@ MUST_NOT = [
     ("csrc/**/*", r"#\s*(el)?if(def)?\b.*__(AVX|SSE|FMA|F16C)", "an ISA is a type, not a macro"),
     ("csrc/**/*", r"ffast-math|Ofast", "sums are never reordered"),
     ("mha_ext/functional.py", r"^from mha_ext\.modules|mha_ext import modules", "one way through"),
+    (
+        "mha_ext/*.py",
+        r"^(from|import) mha_ext\.distributed",
+        "one device loads nothing of many: import it where a tensor is a DTensor",
+    ),
 ]
 SPEAKS_TORCH = re.compile(
     r"csrc/((ops|problem|checks|sizes|autograd|autograd_call|autograd_nodes|autocast|meta|composite|linear|explain)\.(h|cpp)"
