@@ -135,7 +135,7 @@ class sdpa_override(TorchFunctionMode):
     """``with sdpa_override():`` every `F.scaled_dot_product_attention` inside is ours: of unmodified models too.
 
     Calls that mha_ext has no kernel for (another device or dtype, nested or sparse tensors, heads wider than 1024)
-    go to PyTorch as before. Works in eager mode and around or inside a `torch.compile`d function.
+    go to PyTorch as before. Works in eager mode, and around or inside a function under `torch.compile`.
     """
 
     def __torch_function__(
