@@ -27,9 +27,11 @@ import toolchain  # noqa: E402
 BUDGETS = [
     (r"forward_half_kernel|backward_half_kernel|bias_half_kernel", 255),
     (r"_wide_kernel<.*double|wide_gradient_kernel|wide_bias_kernel<.*double", 255),
+    (r"forward_tangent_kernel", 255),
     (r"forward_wide_kernel|wide_bias_kernel", 232),
+    (r"weights_kernel", 128),
     (
-        r"combine_kernel|uniform_rows_kernel|delta_kernel|bias_finish_kernel|constant_bias_kernel",
+        r"combine_kernel|uniform_rows_kernel|delta_(tangent_)?kernel|bias_finish_kernel|constant_bias_kernel",
         64,
     ),
 ]
