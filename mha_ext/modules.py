@@ -64,6 +64,8 @@ class MultiHeadAttention(nn.Module):
     Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2.2.
     """
 
+    parallel: Layout | None = None  # how it is split over ranks: mha_ext.distributed
+
     def __init__(
         self,
         embed_dim: int,
@@ -124,7 +126,6 @@ class MultiHeadAttention(nn.Module):
         if rotary_base is not None:
             _check_rotary(rotary_base, self.head_dim)
         self.rotary_base = rotary_base
-        self.parallel: Layout | None = None  # how it is split over ranks: mha_ext.distributed
 
         def linear(width: int, out_width: int) -> nn.Linear:
             kind = FastLinear if fast_linear else nn.Linear

@@ -26,7 +26,7 @@ class Problem:
     queries: int
     keys: int
     mask: Tensor | None  # [.., this rank's queries or 1, all keys or 1], as is the bias
-    key_lengths: Tensor | None
+    key_lengths: Tensor | None  # int64 [B]
     seed: Tensor | None
     lower_right: bool
     left: int | None
@@ -47,7 +47,7 @@ class Problem:
             return 0
         if self.key_lengths is None:
             return self.keys - self.queries
-        return self.key_lengths.long() - self.queries
+        return self.key_lengths - self.queries
 
     def sees(self, query: Chunk, key: Chunk) -> bool:
         """False where the band hides every pair of two chunks."""

@@ -153,7 +153,7 @@ def sequence_parallel_attention(
         queries=queries,
         keys=keys,
         mask=mask,
-        key_lengths=key_lengths,
+        key_lengths=None if key_lengths is None else key_lengths.long(),
         seed=seed,
         lower_right=corner == "lower_right",
         left=left,
