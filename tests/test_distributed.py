@@ -60,7 +60,13 @@ def test_example_trains_alike_on_every_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case, world", [("silent_cases: silent", 2), ("dead_cases: dies", 2), ("dead_cases: dies", 4)]
+    "case, world",
+    [
+        ("silent_cases: silent", 2),
+        ("stalled_cases: stalls", 2),
+        ("dead_cases: dies", 2),
+        ("dead_cases: dies", 4),
+    ],
 )
 def test_a_rank_that_is_gone_is_an_error_on_the_others(case: str, world: int) -> None:
     report = reports(case.split(":")[0], world)

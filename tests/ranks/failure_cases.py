@@ -90,16 +90,22 @@ def silent() -> None:
         refused(RuntimeError, "", lambda: ring_attention(x, x, x))
 
 
-def dies() -> None:
+def dies(after: float = 0.0) -> None:
     """A rank that dies in the middle of the ring: forward or backward of the others ends with an error."""
     x = numbers().requires_grad_()
     if last():
 
         def kernel(*args: Any, **options: Any) -> None:
+            time.sleep(after)
             os._exit(0)
 
         mha_ext.distributed.ring._forward = kernel
     refused(RuntimeError, "", lambda: ring_attention(x, x, x).sum().backward())
+
+
+def stalls() -> None:
+    """A rank that stops in the middle of the ring, alive."""
+    dies(PATIENCE + 4)
 
 
 CASES: dict[str, Callable[[], None]] = {
