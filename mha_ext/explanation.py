@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from mha_ext import _C, transforms
 from mha_ext.functional import Causal, EmptyRows, Window, operator_options
@@ -31,7 +32,7 @@ class Pass:
         kernel: ``"few queries"``, ``"one tile"``, ``"tiled"``, ``"CUDA"``, or ``""`` where the device has none.
         why: the reasons of the kernel, the cuts and the threads, one sentence each.
         tile: (rows, keys). The rows are queries of a head; with few queries, of all heads that share K and V.
-        tiles: None where a mask or lengths on the meta device decide.
+        tiles: None where a mask or lengths without values (on the meta device, or fake) decide.
         key_ranges: into how many ranges the keys are cut, whose sums are added in order.
         tasks, threads: what is handed to how many threads; 0 on other devices than the CPU.
         flops: two for each multiply-add of the products, over all pairs, as `torch.utils.flop_counter` has it.
@@ -62,7 +63,7 @@ class Explanation:
         device: of the tensors.
         isa: the instruction set of the CPU's kernels, None on other devices.
         pairs: B · H · Lq · Lk.
-        hidden: how many of them are hidden, by what; None where values on the meta device decide.
+        hidden: how many of them are hidden, by what; None as their tiles.
         copied: bytes of inputs that are copied first, because their strides cannot be read in place.
         forward, backward, forward_tangent, backward_tangent: the passes. The tangents are those of derivatives of
             second order: all inputs move.
@@ -142,8 +143,8 @@ def explain(
 
     Args:
         query, key, value, mask, bias, key_lengths, causal, window, dropout_p, seed, scale, empty_rows, return_lse:
-            as in `attention`. Tensors may be on the meta device; they stand for ones on the CPU. A bias of -inf
-            hides pairs too, but is not read.
+            as in `attention`. Tensors may be on the meta device, where they stand for ones on the CPU, or fake. A bias
+            of -inf hides pairs too, but is not read.
 
     Returns:
         An `Explanation`; print it.
@@ -173,7 +174,7 @@ def explain(
         wanted = [x is not None for x in inputs]
     with torch.no_grad():
         found = _C.explain(
-            *(query, key, value, mask, bias, key_lengths, seed),
+            *map(_without_values, (query, key, value, mask, bias, key_lengths, seed)),
             output_mask=[wanted[0], wanted[3]],
             **options,
         )
@@ -212,6 +213,13 @@ def explain(
         copied=found["copied"],
         **passes,
     )
+
+
+def _without_values(x: Any) -> Any:
+    """A fake tensor says that it lies on the CPU, but there is nothing to read: on the meta device that is known."""
+    if not isinstance(x, FakeTensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _flops(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import PROBLEMS, Problem, call, make
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -231,6 +232,14 @@ def test_meta_tensors_have_the_same_plan(problem: Problem) -> None:
     assert (meta.hidden is None) == (meta.forward.tiles is None) == unknown
     assert meta.hidden == (None if unknown else found.hidden)
     assert str(meta)
+
+
+def test_fake_tensors_have_no_values() -> None:
+    wanted = explain(*tensors(), key_lengths=torch.tensor([70, 3]))
+    with FakeTensorMode():
+        found = explain(*tensors(), key_lengths=torch.tensor([70, 3]))
+        assert explain(*tensors(), torch.ones(70, 70, dtype=torch.bool)).hidden is None
+    assert found.hidden is None and plans(found) == plans(wanted)
 
 
 def test_a_copy_is_said() -> None:
