@@ -407,8 +407,9 @@ def _problems() -> Iterator[Problem]:
         if dtype in (torch.bfloat16, torch.float16):
             yield replace(biased, bias_dtype=torch.float32)
 
-    windows = (None, (0, 0), (3, None), (None, 5), (20, 9), (200, 200))
-    shapes = ((60, 60), (40, 150), (150, 40), (140, 150))
+    # Diagonals that meet bands of 16 queries by a single key, on either side.
+    windows = (None, (0, 0), (3, None), (18, None), (None, 5), (20, 9), (200, 200))
+    shapes = ((60, 60), (40, 150), (150, 40), (140, 150), (80, 97))
     for (queries, keys), window in itertools.product(shapes, windows):
         banded = replace(base, queries=queries, keys=keys, head_dim=32, window=window)
         for corner in ("upper_left", "lower_right"):
