@@ -16,7 +16,7 @@ TESTS = emulated.HERE.parent
 
 def run(module: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """pytest with this module, in a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rfs", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-I", "-m", "pytest", "-q", "-rfs", "-p", "no:cacheprovider"]
     command += ["--device", "emulator", *arguments]
     environment = dict(os.environ, MHA_EXT_EMULATOR=str(module), PYTHONPATH=str(TESTS))
     return subprocess.run(
