@@ -8,6 +8,7 @@ The source folder is the root, so that the documents' links to each other are th
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ html_title = f"{project} {version}"
 templates_path: list[str] = []
 myst_heading_anchors = 4
 default_role = "py:obj"
+autodoc_mock_imports = [
+    name
+    for name in ("onnx", "onnx_ir", "onnxscript", "transformers", "matplotlib")
+    if find_spec(name) is None
+]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
