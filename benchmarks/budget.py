@@ -27,7 +27,7 @@ from measure import Bench, Record
 from suite import BOTH, DTYPES, Group, named, square
 
 from mha_ext import _C
-from mha_ext.peers import Case
+from mha_ext.cases import Case
 from mha_ext.report import Row, print_table
 
 TILE, LENGTH, HEADS = 64, 512, 1

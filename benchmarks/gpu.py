@@ -25,8 +25,9 @@ from measure import Failures
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mha_ext.cases import DTYPES, Case, Inputs, make_inputs
 from mha_ext.exact import exact_results, random_like, verify
-from mha_ext.peers import CORES, DTYPES, Case, Inputs, Run, attention_run, make_inputs
+from mha_ext.peers import CORES, Run, attention_run
 from mha_ext.profile import rotation
 from mha_ext.report import Row, print_table, progress
 from mha_ext.timing import Samples, calls_per_sample, clock, in_turns, summary

@@ -18,8 +18,9 @@ from suite import Group, Pass
 from torch import Tensor
 
 from mha_ext import _C, peers
+from mha_ext.cases import DTYPES, Case, Inputs, make_inputs
 from mha_ext.exact import Exact, Result, exact_results, random_like, verify
-from mha_ext.peers import DTYPES, Case, Inputs, Run, attention_run, eager_attention, make_inputs
+from mha_ext.peers import Run, attention_run, eager_attention
 from mha_ext.profile import ROTATED_BYTES, measure_memory, rotation
 from mha_ext.timing import Samples, calls_per_sample, clock, in_turns, summary
 

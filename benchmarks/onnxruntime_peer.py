@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha_ext.peers import Case, Inputs, Run
+from mha_ext.cases import Case, Inputs
+from mha_ext.peers import Run
 
 NAME = "onnxruntime"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mha_ext.peers import CASES, Case, Level
+from mha_ext.cases import CASES, Case, Level
 
 Pass = Literal["forward", "training", "recorded", "jvp", "hvp", "memory"]
 Threads = Literal["one", "all"]

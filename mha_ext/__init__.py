@@ -13,11 +13,12 @@ from mha_ext._build_check import check_torch_version
 check_torch_version()
 
 from mha_ext import _C, reference, transforms  # noqa: E402, F401  (these register the operators and their rules)
+from mha_ext.block import AttentionBlock  # noqa: E402
 from mha_ext.cache import KVCache, rotate  # noqa: E402
 from mha_ext.explanation import explain  # noqa: E402
 from mha_ext.functional import attention, attention_weights  # noqa: E402
 from mha_ext.linear import FastLinear  # noqa: E402
-from mha_ext.modules import AttentionBlock, MultiHeadAttention  # noqa: E402
+from mha_ext.modules import MultiHeadAttention  # noqa: E402
 from mha_ext.summaries import (  # noqa: E402
     attention_entropy,
     attention_received,

@@ -12,7 +12,8 @@ from typing import NoReturn
 import torch
 
 import mha_ext
-from mha_ext import check, peers, profile
+from mha_ext import check, profile
+from mha_ext.cases import CASES, DTYPES, MASKS, SQUARE_MASKS, Case
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument(
         "--isa", choices=_isas(), help="only this instruction set (default: all supported)"
     )
-    checking.add_argument("--dtype", choices=peers.DTYPES, help="only this dtype (default: all)")
+    checking.add_argument("--dtype", choices=DTYPES, help="only this dtype (default: all)")
     checking.add_argument("--verbose", action="store_true", help="a line for every single check")
     return parser
 
@@ -76,8 +77,8 @@ def _add_profile(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--keys", type=_positive_int, metavar="N", help="default: as many as queries"
     )
     shape.add_argument("--head-dim", type=_positive_int, metavar="N", help="default 64")
-    parser.add_argument("--dtype", choices=peers.DTYPES, default="float32")
-    parser.add_argument("--mask", choices=peers.MASKS, help="default: as the case has it")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--mask", choices=MASKS, help="default: as the case has it")
     parser.add_argument("--dropout", type=float, metavar="P", help="dropout probability, default 0")
     parser.add_argument("--threads", type=_positive_int, metavar="N", help="default: torch's")
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
@@ -95,7 +96,7 @@ def _add_profile(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
 
-def _cases(arguments: argparse.Namespace) -> list[peers.Case]:
+def _cases(arguments: argparse.Namespace) -> list[Case]:
     """The cases asked for. Raises ValueError for a shape that makes no sense."""
     given = (
         arguments.batch,
@@ -111,12 +112,12 @@ def _cases(arguments: argparse.Namespace) -> list[peers.Case]:
     if arguments.dropout is not None:
         changes["dropout"] = arguments.dropout
     if not any(given):
-        cases: Sequence[peers.Case] = peers.CASES
-        if arguments.mask in peers.SQUARE_MASKS:
+        cases: Sequence[Case] = CASES
+        if arguments.mask in SQUARE_MASKS:
             cases = tuple(case for case in cases if case.queries == case.keys)
         return [replace(case, **changes) for case in cases]  # type: ignore[arg-type]
     queries = arguments.queries or (arguments.keys or 512)
-    case = peers.Case(
+    case = Case(
         "",
         arguments.batch or 1,
         arguments.heads or 12,
@@ -186,7 +187,7 @@ def info() -> str:
     found = [f"{name} {_version(name)}" for name in _OPTIONAL if _version(name)]
     lines["optional packages"] = ", ".join(found) or f"none of {', '.join(_OPTIONAL)}"
     lines["threads"] = f"{torch.get_num_threads()} (torch.get_num_threads())"
-    for dtype in peers.DTYPES:
+    for dtype in DTYPES:
         lines[f"peak {dtype}"] = f"{c.fma_peak(dtype) * 1e-9:.0f} GFLOP/s a thread"
     lines["copy bandwidth"] = f"{c.copy_bandwidth(2**28) * 1e-9:.1f} GB/s a thread (read + write)"
     width = max(map(len, lines))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import mha_ext
 from mha_ext import _C, reference
-from mha_ext.peers import DTYPES
+from mha_ext.cases import DTYPES
 from mha_ext.report import Row, print_table, progress
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mha_ext import reference
-from mha_ext.peers import Inputs, Level, Run, projected, projected_run
+from mha_ext.cases import Inputs, Level
+from mha_ext.peers import Run, projected, projected_run
 
 # Above so many scores the float64 check takes a few rows of the first batch entry, forward only.
 SCORES_CHECKED_IN_FULL = 2**26

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from mha_ext import _C, transforms
-from mha_ext.functional import Causal, EmptyRows, Window, operator_options
+from mha_ext.arguments import Causal, EmptyRows, Window
+from mha_ext.functional import operator_options
 from mha_ext.report import plain_table
 
 

@@ -1,20 +1,27 @@
-"""attention() and attention_weights(): defaults, the seed, checks of Python values; then one operator call.
-
-Tensors (rank, shape, dtype, device) are checked by the operators.
-"""
+"""attention() and attention_weights(): defaults, the seed; then one operator call."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-Causal: TypeAlias = bool | Literal["upper_left", "lower_right"]
-Window: TypeAlias = tuple[int | None, int | None]
-EmptyRows: TypeAlias = Literal["zero", "uniform"]
+from mha_ext.arguments import (
+    Causal,
+    EmptyRows,
+    Window,
+    changed_options,
+    check_dropout,
+    check_tensors,
+    describe,
+    diagonal,
+    indices,
+    is_uniform,
+    not_a_tensor,
+    scale_of,
+)
 
 _forward = torch.ops.mha_ext.attention_forward.default
 _weights = torch.ops.mha_ext.attention_weights.default
@@ -197,10 +204,10 @@ def operator_options(
     draw: bool = True,
 ) -> tuple[Tensor | None, dict[str, Any]]:
     """The checks of `attention`; the seed, drawn where it is needed, and the operator's keyword arguments."""
-    _check_tensors(query, key, mask, bias, key_lengths)
+    check_tensors(query, key, mask, bias, key_lengths)
     if not isinstance(value, Tensor):
-        raise TypeError(_not_a_tensor("value", value))
-    corner, left, right = _diagonal(query, key, key_lengths, causal, window)
+        raise TypeError(not_a_tensor("value", value))
+    corner, left, right = diagonal(query, key, key_lengths, causal, window)
     if type(dropout_p) is not float or not 0.0 <= dropout_p < 1.0:
         check_dropout("dropout_p", dropout_p)
     if seed is None:
@@ -209,12 +216,12 @@ def operator_options(
     elif not isinstance(seed, Tensor):
         raise TypeError(
             "seed must be an int64 tensor of shape [2] on query's device, "
-            f"not {_describe(seed)}; pass torch.tensor([seed, 0], device=query.device)"
+            f"not {describe(seed)}; pass torch.tensor([seed, 0], device=query.device)"
         )
-    options = _options(corner, left, right, _is_uniform(empty_rows))
+    options = changed_options(corner, left, right, is_uniform(empty_rows))
     if dropout_p:
         options["dropout_p"] = dropout_p
-    options["scale"] = _scale(query, scale)
+    options["scale"] = scale_of(query, scale)
     return seed, options
 
 
@@ -248,7 +255,7 @@ def attention_weights(
 
     Source: Vaswani et al., "Attention Is All You Need" (2017), equation 1.
     """
-    _check_tensors(query, key, mask, bias, key_lengths)
+    check_tensors(query, key, mask, bias, key_lengths)
     return weights_from_lse(
         query,
         key,
@@ -261,8 +268,8 @@ def attention_weights(
         window=window,
         scale=scale,
         empty_rows=empty_rows,
-        heads=None if heads is None else _indices("heads", heads, query, 1),
-        rows=None if rows is None else _indices("rows", rows, query, 2),
+        heads=None if heads is None else indices("heads", heads, query, 1),
+        rows=None if rows is None else indices("rows", rows, query, 2),
     )
 
 
@@ -283,9 +290,9 @@ def weights_from_lse(
     rows: list[int] | None = None,
 ) -> Tensor:
     """`attention_weights` for whoever has the results of `attention_with_lse`: one pass over the keys less."""
-    corner, left, right = _diagonal(query, key, key_lengths, causal, window)
-    options = _options(corner, left, right, _is_uniform(empty_rows))
-    options |= {"scale": _scale(query, scale), "heads": heads, "rows": rows}
+    corner, left, right = diagonal(query, key, key_lengths, causal, window)
+    options = changed_options(corner, left, right, is_uniform(empty_rows))
+    options |= {"scale": scale_of(query, scale), "heads": heads, "rows": rows}
     tensors = (query, key, lse, lse_low, mask, bias, key_lengths)
     if type(query) is not Tensor and hasattr(query, "device_mesh"):  # a DTensor
         from mha_ext.distributed.sharding import weights_of_dtensors
@@ -293,179 +300,3 @@ def weights_from_lse(
         return weights_of_dtensors(*tensors, **options)
     weights: Tensor = _weights(*tensors, **options)
     return weights
-
-
-def check_causal(causal: object) -> None:
-    """Raises unless ``causal`` is one of the values that `attention` takes."""
-    if not isinstance(causal, bool | str):
-        raise TypeError(
-            f'causal must be False, True, "upper_left" or "lower_right", not {_describe(causal)}'
-        )
-    if isinstance(causal, str) and causal not in ("upper_left", "lower_right"):
-        raise ValueError(
-            f'causal must be False, True, "upper_left" or "lower_right", not {causal!r}'
-        )
-
-
-def check_window(window: object) -> None:
-    """Raises unless ``window`` is None or a pair of counts of keys."""
-    if window is None:
-        return
-    if not isinstance(window, tuple | list):
-        raise TypeError(
-            f"window must be (left, right) or None, not {_describe(window)}; "
-            "pass (n, n) for n keys on either side"
-        )
-    if len(window) != 2:
-        raise ValueError(
-            f"window must be (left, right), not {len(window)} values; None means unbounded"
-        )
-    for name, side in zip(("left", "right"), window, strict=True):
-        if side is None:
-            continue
-        if isinstance(side, bool) or not isinstance(side, int):
-            raise TypeError(
-                f"window {name} must be an int or None (unbounded), not {_describe(side)}"
-            )
-        if side < 0:
-            raise ValueError(
-                f"window {name} must be at least 0, not {side}; pass None for an unbounded side"
-            )
-
-
-def check_dropout(name: str, dropout_p: object) -> None:
-    """Raises unless ``dropout_p`` is a probability below 1."""
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float):
-        raise TypeError(f"{name} must be a float in [0, 1), not {_describe(dropout_p)}")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"{name} must be in [0, 1), not {dropout_p}")
-
-
-def check_empty_rows(empty_rows: object) -> None:
-    """Raises unless ``empty_rows`` is one of the values that `attention` takes."""
-    if not isinstance(empty_rows, str):
-        raise TypeError(f'empty_rows must be "zero" or "uniform", not {_describe(empty_rows)}')
-    if empty_rows not in ("zero", "uniform"):
-        raise ValueError(f'empty_rows must be "zero" or "uniform", not {empty_rows!r}')
-
-
-def _check_tensors(
-    query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, key_lengths: Tensor | None
-) -> None:
-    if not isinstance(query, Tensor):
-        raise TypeError(_not_a_tensor("query", query))
-    if query.dim() != 4:  # the operators take more, and under vmap they are given one more
-        raise ValueError(
-            "query must have 4 dimensions [batch, heads, length, head_dim], but has shape "
-            f"{list(query.shape)}; "
-            + (
-                "flatten the leading ones into the batch, or use torch.func.vmap"
-                if query.dim() > 4
-                else "split the heads with query.unflatten(-1, (heads, head_dim)).transpose(1, 2)"
-            )
-        )
-    if not isinstance(key, Tensor):
-        raise TypeError(_not_a_tensor("key", key))
-    if mask is not None and not isinstance(mask, Tensor):
-        raise TypeError(_not_a_tensor("mask", mask))
-    if bias is not None and not isinstance(bias, Tensor):
-        raise TypeError(_not_a_tensor("bias", bias))
-    if key_lengths is not None and not isinstance(key_lengths, Tensor):
-        raise TypeError(_not_a_tensor("key_lengths", key_lengths))
-
-
-def _diagonal(
-    query: Tensor, key: Tensor, key_lengths: Tensor | None, causal: Causal, window: Window | None
-) -> tuple[str | None, int | None, int | None]:
-    """(corner, window_left, window_right) as the operators take them."""
-    if causal is False and window is None:
-        return None, None, None
-    check_causal(causal)
-    check_window(window)
-    left, right = window or (None, None)
-    if causal is not False:
-        right = 0
-    if isinstance(causal, str):
-        return causal, left, right
-    if causal and key_lengths is not None:
-        raise ValueError(
-            "causal=True must name its corner where key_lengths is given: "
-            'pass "upper_left" (query i sees keys 0 .. i) or "lower_right" (the last query sees the last key)'
-        )
-    if left is None and right is None or query.dim() < 4 or key.dim() < 4:
-        return None, left, right
-    queries, keys = query.shape[2], key.shape[2]
-    if queries != keys and causal:
-        raise ValueError(
-            f"causal=True must have as many queries as keys, not Lq = {queries} and Lk = {keys}: "
-            'pass "upper_left" (query i sees keys 0 .. i) or "lower_right" (the last query sees the last key)'
-        )
-    if queries != keys:
-        raise ValueError(
-            "window without a corner must have as many queries as keys, "
-            f'not Lq = {queries} and Lk = {keys}: pass causal="upper_left" or "lower_right" with it'
-        )
-    return None, left, right
-
-
-def _options(
-    corner: str | None, left: int | None, right: int | None, uniform_empty_rows: bool
-) -> dict[str, Any]:
-    """Those that are not the operators' own defaults: each that is passed costs time, even as None."""
-    options: dict[str, Any] = {}
-    if corner is not None:
-        options["corner"] = corner
-    if left is not None:
-        options["window_left"] = left
-    if right is not None:
-        options["window_right"] = right
-    if uniform_empty_rows:
-        options["uniform_empty_rows"] = True
-    return options
-
-
-def _scale(query: Tensor, scale: float | None) -> float:
-    if scale is None:
-        head_dim = query.shape[-1] if query.dim() else 0
-        return 1.0 / math.sqrt(head_dim) if head_dim else 1.0  # no head_dim: the operator refuses
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(
-            f"scale must be a float or None (1 / sqrt(D)), not {_describe(scale)}; "
-            "to learn it, multiply query by it"
-        )
-    if not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be finite, not {scale}")
-    return scale
-
-
-def _is_uniform(empty_rows: EmptyRows) -> bool:
-    if empty_rows == "zero":
-        return False
-    check_empty_rows(empty_rows)
-    return True
-
-
-def _indices(name: str, values: Sequence[int], query: Tensor, dim: int) -> list[int]:
-    if isinstance(values, Tensor | str) or not isinstance(values, Sequence):
-        raise TypeError(f"{name} must be a sequence of ints, not {_describe(values)}; pass a list")
-    for index in values:
-        if isinstance(index, bool) or not hasattr(index, "__index__"):
-            raise TypeError(f"{name} must be a sequence of ints, not of {_describe(index)}")
-    if query.dim() == 4:
-        size = query.shape[dim]
-        for index in values:
-            if not 0 <= index < size:
-                raise ValueError(
-                    f"{name} must lie in [0, {size}), not {index}; count from the start"
-                )
-    return list(values)
-
-
-def _not_a_tensor(name: str, value: object) -> str:
-    return f"{name} must be a tensor, not {_describe(value)}; pass torch.as_tensor({name})"
-
-
-def _describe(value: object) -> str:
-    """A value for an error message: its type and, where short, what it is."""
-    text = " ".join(repr(value).split())
-    return f"{type(value).__name__} {text}" if len(text) <= 40 else type(value).__name__

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from mha_ext.cache import KVCache, rotate
-from mha_ext.functional import (
+from mha_ext.arguments import (
     Causal,
     EmptyRows,
     Window,
-    attention_with_lse,
     check_causal,
     check_dropout,
     check_empty_rows,
     check_window,
-    weights_from_lse,
 )
+from mha_ext.cache import KVCache, rotate
+from mha_ext.functional import attention_with_lse, weights_from_lse
 from mha_ext.linear import FastLinear
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from mha_ext.distributed.layout import Layout
 
 
@@ -340,95 +337,6 @@ class MultiHeadAttention(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
-class AttentionOptions(TypedDict, total=False):
-    """The keyword options of `MultiHeadAttention`."""
-
-    query_dim: int | None
-    key_dim: int | None
-    value_dim: int | None
-    head_dim: int | None
-    value_head_dim: int | None
-    out_dim: int | None
-    num_kv_heads: int | None
-    bias: bool
-    causal: Causal
-    window: Window | None
-    empty_rows: EmptyRows
-    fast_linear: bool
-    rotary_base: float | None
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-
-
-class AttentionBlock(nn.Module):
-    """The post-norm residual attention layer of BERT: LayerNorm(x + Dropout(Attention(x))).
-
-    Args:
-        embed_dim, num_heads: as in `MultiHeadAttention`.
-        dropout: of the attention probabilities.
-        hidden_dropout: of the attention's result, before the residual sum.
-        layer_norm_eps: added to the variance under the root.
-        options: the other options of `MultiHeadAttention`; out_dim must equal query_dim, for the
-            residual sum.
-
-    The children are ``attention``, ``dropout`` and ``norm``.
-
-    Source: Devlin et al., "BERT" (2019); its layer is the encoder layer of Vaswani et al. (2017).
-    """
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        dropout: float = 0.0,
-        hidden_dropout: float = 0.0,
-        layer_norm_eps: float = 1e-12,
-        **options: Unpack[AttentionOptions],
-    ) -> None:
-        super().__init__()
-        check_dropout("hidden_dropout", hidden_dropout)
-        self.attention = MultiHeadAttention(embed_dim, num_heads, dropout=dropout, **options)
-        width, out_dim = self.attention.query_dim, self.attention.out_dim
-        if width != out_dim:
-            raise ValueError(
-                f"out_dim must equal query_dim for the residual sum, not {out_dim} and {width}; "
-                f"pass out_dim={width}"
-            )
-        self.dropout = nn.Dropout(hidden_dropout)
-        self.norm = nn.LayerNorm(
-            out_dim, eps=layer_norm_eps, device=options.get("device"), dtype=options.get("dtype")
-        )
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        *,
-        bias: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        key_lengths: Tensor | None = None,
-        causal: Causal | None = None,
-        need_weights: bool = False,
-        average_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """x [B, L, query_dim] to the same shape; the options and weights of `MultiHeadAttention`."""
-        out, *weights = _as_tuple(
-            self.attention(
-                x,
-                mask=mask,
-                bias=bias,
-                key_padding_mask=key_padding_mask,
-                key_lengths=key_lengths,
-                causal=causal,
-                need_weights=need_weights,
-                average_weights=average_weights,
-            )
-        )
-        out = self.norm(x + self.dropout(out))
-        return (out, weights[0]) if weights else out
-
-
 _WIDTHS = (
     "query_dim",
     "key_dim",
@@ -438,10 +346,6 @@ _WIDTHS = (
     "out_dim",
     "num_kv_heads",
 )
-
-
-def _as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return result if isinstance(result, tuple) else (result,)
 
 
 def _positions(positions: Tensor | None, heads: Tensor) -> Tensor:

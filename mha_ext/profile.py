@@ -23,8 +23,9 @@ from torch import Tensor
 
 import mha_ext
 from mha_ext import _C
+from mha_ext.cases import CASES, DTYPES, Case, Inputs, Level, levels
 from mha_ext.exact import Result, verify
-from mha_ext.peers import CASES, DTYPES, Case, Inputs, Level, Run, levels, prepare
+from mha_ext.peers import Run, prepare
 from mha_ext.report import Row, print_table, progress
 from mha_ext.timing import alternate
 

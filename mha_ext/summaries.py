@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mha_ext.functional import _check_tensors, attention_with_lse, weights_from_lse
+from mha_ext.arguments import check_tensors
+from mha_ext.functional import attention_with_lse, weights_from_lse
 
 _ROWS = 64  # queries at a time: one block of the kernel
 
@@ -31,7 +32,7 @@ def attention_received(
     Returns:
         [B, H, Lk], float32 (float64 for float64). Summed over the keys it is the number of queries that see any.
     """
-    _check_tensors(query, key, mask, options.get("bias"), options.get("key_lengths"))
+    check_tensors(query, key, mask, options.get("bias"), options.get("key_lengths"))
     parts = _chunks(lambda p: p.sum(2), query, key, mask, options)
     return torch.stack([*parts]).sum(0) if query.shape[2] else _empty(query, key.shape[2])
 
@@ -50,7 +51,7 @@ def attention_entropy(
 
     Source: Shannon (1948).
     """
-    _check_tensors(query, key, mask, options.get("bias"), options.get("key_lengths"))
+    check_tensors(query, key, mask, options.get("bias"), options.get("key_lengths"))
     parts = _chunks(_entropy, query, key, mask, options)
     return torch.cat([*parts], -1) if query.shape[2] else _empty(query, 0)
 
@@ -77,7 +78,7 @@ def attention_topk(
     Raises:
         ValueError: where k is not from 1 to Lk.
     """
-    _check_tensors(query, key, mask, options.get("bias"), options.get("key_lengths"))
+    check_tensors(query, key, mask, options.get("bias"), options.get("key_lengths"))
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= key.shape[2]:
         raise ValueError(
             f"k must be from 1 to the number of keys, {key.shape[2]}, but is {k}; pass min(k, key.shape[2])"

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 import mha_ext
-from mha_ext import peers, timing
+from mha_ext import timing
+from mha_ext.cases import DTYPES, Case
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 # Imported from their folder, as the commands are.
@@ -97,7 +98,7 @@ def test_records(result: dict[str, Any]) -> None:
     if importlib.util.find_spec("onnxruntime"):
         differentiable.add(("onnxruntime", "forward"))
     assert {(r["implementation"], r["what"]) for r in result["records"]} == differentiable
-    case = peers.Case("", 64, 6, 12, 10, 50)
+    case = Case("", 64, 6, 12, 10, 50)
     for record in result["records"]:
         assert record["wrong"] == [] and record["error"] < 1e-5
         assert (record["isa"] is not None) == (record["implementation"] == "mha_ext")
@@ -276,9 +277,7 @@ def test_the_suite_has_what_it_promises() -> None:
     assert len({(g.title, g.level) for g in groups}) == len(groups)
     assert {group.topic for group in groups} == set(suite.TOPICS)
     peak = {(g.dtype, g.cases[0].queries, g.cases[0].head_dim) for g in groups if g.topic == "peak"}
-    assert peak == {
-        (t, n, d) for t in peers.DTYPES for n in (128, 512, 2048, 4096) for d in (64, 128)
-    }
+    assert peak == {(t, n, d) for t in DTYPES for n in (128, 512, 2048, 4096) for d in (64, 128)}
     widths = {case.head_dim for g in groups if g.topic == "odd width" for case in g.cases}
     assert {32, 50, 80, 96, 256} <= widths
     lengths = {case.queries for g in groups if g.topic == "odd length" for case in g.cases}

@@ -15,6 +15,7 @@ from torch import Tensor
 import mha_ext
 from mha_ext import check, exact, peers, report
 from mha_ext.__main__ import main
+from mha_ext.cases import CASES, DTYPES, MASKS, SQUARE_MASKS, Case, MaskKind, levels
 
 SMALL = ["profile", "--batch", "2", "--heads", "4", "--queries", "9", "--head-dim", "16"]
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     for word in ("version", "torch", "compiler", "cuda", "threads", "copy bandwidth"):
         assert word in shown
     assert f"active {mha_ext._C.active_isa()}" in shown
-    for dtype in peers.DTYPES:
+    for dtype in DTYPES:
         assert f"peak {dtype}" in shown
     line = next(line for line in shown.splitlines() if line.startswith("kernels on CPU"))
     for name in ("attention_forward", "attention_backward_tangent", "attention_weights", "linear"):
@@ -81,34 +82,34 @@ def test_profile_writes_what_it_measured(
     assert "traceEvents" in json.loads(trace.read_text())
 
 
-@pytest.mark.parametrize("mask", peers.MASKS)
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_all_implementations_agree(mask: peers.MaskKind, dtype: str) -> None:
-    case = peers.Case("", 3, 4, 20, 20, 16, mask=mask)
+def test_all_implementations_agree(mask: MaskKind, dtype: str) -> None:
+    case = Case("", 3, 4, 20, 20, 16, mask=mask)
     _verify(case, dtype)
     _verify(replace(case, kv_heads=2), dtype)
-    if mask not in peers.SQUARE_MASKS:
+    if mask not in SQUARE_MASKS:
         _verify(replace(case, keys=33), dtype)
         _verify(replace(case, keys=1), dtype)
 
 
-@pytest.mark.parametrize("case", peers.CASES, ids=lambda case: case.name)
-def test_cases(case: peers.Case) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cases(case: Case) -> None:
     """The real shapes, at a batch of two."""
     _verify(replace(case, batch=min(2, case.batch)), "float32")
 
 
-@pytest.mark.parametrize("mask", peers.MASKS)
+@pytest.mark.parametrize("mask", MASKS)
 def test_large_problems_are_verified_by_rows(
-    mask: peers.MaskKind, monkeypatch: pytest.MonkeyPatch
+    mask: MaskKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mha_ext.exact.SCORES_CHECKED_IN_FULL", 0)
-    _verify(peers.Case("", 2, 2, 50, 50, 8, mask=mask), "float32")
+    _verify(Case("", 2, 2, 50, 50, 8, mask=mask), "float32")
 
 
-def _verify(case: peers.Case, dtype: str) -> None:
-    for level in peers.levels(case):
-        inputs, runs = peers.prepare(case, level, peers.DTYPES[dtype], CPU)
+def _verify(case: Case, dtype: str) -> None:
+    for level in levels(case):
+        inputs, runs = peers.prepare(case, level, DTYPES[dtype], CPU)
         results = exact.verify(runs, inputs, level)
         assert "mha_ext" in results
         for result in results.values():
@@ -202,7 +203,7 @@ def test_plain_table_is_aligned() -> None:
 
 
 def test_flops() -> None:
-    case = peers.Case("", 2, 3, 8, 8, 5)
+    case = Case("", 2, 3, 8, 8, 5)
     assert case.flops("attention", backward=False) == 4 * 2 * 3 * 8 * 8 * 5
     assert case.flops("attention", backward=True) == 3.5 * 4 * 2 * 3 * 8 * 8 * 5
     causal = replace(case, mask="causal")

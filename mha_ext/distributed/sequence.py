@@ -8,20 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mha_ext.arguments import Causal, EmptyRows, Window, diagonal, scale_of
 from mha_ext.distributed import costs
 from mha_ext.distributed.agree import agree, shared_seed
 from mha_ext.distributed.alltoall import all_to_all
 from mha_ext.distributed.order import Order, check_order, natural
 from mha_ext.distributed.problem import Problem
 from mha_ext.distributed.ring import ring, steps
-from mha_ext.functional import (
-    Causal,
-    EmptyRows,
-    Window,
-    _diagonal,
-    _scale,
-    attention_with_lse,
-)
+from mha_ext.functional import attention_with_lse
 
 Method: TypeAlias = Literal["auto", "ring", "all_to_all"]
 
@@ -144,7 +138,7 @@ def sequence_parallel_attention(
         mask = _whole_keys(mask, group, order)
     if seed is None and dropout_p > 0:
         seed = shared_seed(query.device, [group])
-    corner, left, right = _diagonal(query, key, key_lengths, causal, window)
+    corner, left, right = diagonal(query, key, key_lengths, causal, window)
     problem = Problem(
         group=group,
         rank=rank,
@@ -159,7 +153,7 @@ def sequence_parallel_attention(
         left=left,
         right=right,
         dropout_p=float(dropout_p),
-        scale=_scale(query, scale),
+        scale=scale_of(query, scale),
         uniform=empty_rows == "uniform",
         first=(origin[0], origin[1]),
     )
