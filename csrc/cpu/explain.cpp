@@ -114,7 +114,11 @@ void explain_bias(Pass& pass, const Attention& a, const Pairs& grad_bias, bool f
 
 Pass backward(const Attention& a, const AttentionGrad& g) {
   const BackwardPlan plan = plan_backward(a, g, 1);
-  Pass pass = new_pass("backward", "tiled");
+  const bool one_tile = backward_is_one_tile(a, kernels_for(a).one_tile_queries);
+  Pass pass = new_pass("backward", one_tile ? "one tile" : "tiled");
+  if (one_tile)
+    pass.why.push_back(text("a head is one tile of ", kTile, " x ", kTile,
+                            ": each gradient is one product, written where it belongs"));
   const int64_t turns = plan.turns_batch * plan.turns_head;
   set_ranges(pass, plan.ranges, "their number alone");
   if (!plan.apart)

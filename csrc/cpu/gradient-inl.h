@@ -42,14 +42,18 @@ void delta(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int
   for (int64_t r = 0; r < rows; r += kLanes) {
     const int64_t height = min_of(kLanes, rows - r);
     typename X::V sums[kLanes];
-    for (int i = 0; i < kLanes; i++) {
-      sums[i] = X::zero();
-      if (i >= height) continue;
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) sums[i] = X::zero();
+    for (int i = 0; i < height; i++) {
       const typename K::S* out = row_of<K>(a.out, b, h, q0 + r + i);
       const typename K::S* grad = row_of<K>(g.grad_out, b, h, q0 + r + i);
-      for (int64_t d = 0; d < a.value_dim; d += kLanes)
-        sums[i] = X::fma(load_up_to<X>(out + d, a.value_dim - d),
-                         load_up_to<X>(grad + d, a.value_dim - d), sums[i]);
+      typename X::V sum = X::zero();
+      int64_t d = 0;
+      for (; d + kLanes <= a.value_dim; d += kLanes)
+        sum = X::fma(X::load(out + d), X::load(grad + d), sum);
+      if (d < a.value_dim)
+        sum = X::fma(X::load(out + d, a.value_dim - d), X::load(grad + d, a.value_dim - d), sum);
+      sums[i] = sum;
     }
     X::transpose(sums);
 #pragma GCC unroll 4
@@ -71,7 +75,9 @@ void load_queries(const Attention& a, const AttentionGrad& g, int64_t b, int64_t
                   int64_t rows, GradScratch<K>& w) {
   row_levels<K>(a, b, h, q0, rows, w.high, w.low);
   const typename K::T* delta = (const typename K::T*)g.delta + (b * a.heads + h) * a.queries + q0;
-  for (int64_t r = 0; r < kRow; r++) w.shift[r] = r < rows ? delta[r] : 0;
+  using X = typename K::X;
+  for (int64_t r = 0; r < kRow; r += K::kLanes)
+    X::store(w.shift + r, r < rows ? load_up_to<X>(delta + r, rows - r) : X::zero());
   pack_query<K>(a, b, h, q0, rows, w.query);
   if (g.grad_out.data)
     pack_lanes<K>(row_of<K>(g.grad_out, b, h, q0), g.grad_out.row, rows, a.value_dim, w.grad_out);

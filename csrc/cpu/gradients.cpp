@@ -248,7 +248,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   if (output_mask[3] && bias) set(grads, &AttentionGrad::grad_bias, grad_bias);
 
   const GradProblem problem{group_count(query), groups, grads, kernels_for(groups[0])};
-  run_delta(problem);
+  if (!backward_is_one_tile(groups[0], problem.kernels.one_tile_queries)) run_delta(problem);
   run_backward(problem);
   run_bias(problem);
   return {grad_query, grad_key, grad_value, grad_bias};

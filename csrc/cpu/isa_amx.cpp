@@ -150,6 +150,8 @@ struct MultiplyTiles : PairUnits<16> {
 //
 #include "few-inl.h"
 //
+#include "width-inl.h"
+//
 #include "one-tile-inl.h"
 //
 #include "gradient-inl.h"
@@ -157,6 +159,8 @@ struct MultiplyTiles : PairUnits<16> {
 #include "bias-inl.h"
 //
 #include "backward-inl.h"
+//
+#include "backward_one_tile-inl.h"
 //
 #include "tangent-inl.h"
 //

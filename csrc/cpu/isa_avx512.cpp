@@ -24,6 +24,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 //
 #include "few-inl.h"
 //
+#include "width-inl.h"
+//
 #include "one-tile-inl.h"
 //
 #include "gradient-inl.h"
@@ -31,6 +33,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 #include "bias-inl.h"
 //
 #include "backward-inl.h"
+//
+#include "backward_one_tile-inl.h"
 //
 #include "tangent-inl.h"
 //

@@ -48,6 +48,8 @@ struct MultiplyPairs : PairUnits<1> {
 //
 #include "few-inl.h"
 //
+#include "width-inl.h"
+//
 #include "one-tile-inl.h"
 //
 #include "gradient-inl.h"
@@ -55,6 +57,8 @@ struct MultiplyPairs : PairUnits<1> {
 #include "bias-inl.h"
 //
 #include "backward-inl.h"
+//
+#include "backward_one_tile-inl.h"
 //
 #include "tangent-inl.h"
 //

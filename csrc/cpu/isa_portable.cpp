@@ -20,6 +20,8 @@
 //
 #include "few-inl.h"
 //
+#include "width-inl.h"
+//
 #include "one-tile-inl.h"
 //
 #include "gradient-inl.h"
@@ -27,6 +29,8 @@
 #include "bias-inl.h"
 //
 #include "backward-inl.h"
+//
+#include "backward_one_tile-inl.h"
 //
 #include "tangent-inl.h"
 //

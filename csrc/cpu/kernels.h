@@ -65,6 +65,11 @@ enum class ForwardKernel { kFew, kOneTile, kTiled };
 HOST_DEVICE bool fits_one_tile(const Attention& a, int64_t one_tile_queries) {
   return a.keys <= kTile && a.queries <= one_tile_queries;
 }
+// The same for backward: the queries of a head, too, and no other head shares the keys. Then
+// backward computes delta itself, unless grad_weights is what it starts from.
+HOST_DEVICE bool backward_is_one_tile(const Attention& a, int64_t one_tile_queries) {
+  return fits_one_tile(a, one_tile_queries) && a.queries <= kTile && a.heads == a.kv_heads;
+}
 HOST_DEVICE ForwardKernel forward_kernel(const Attention& a, int64_t one_tile_queries) {
   if (a.queries <= kFewQueries && a.queries > 0 && a.heads > 0) return ForwardKernel::kFew;
   return fits_one_tile(a, one_tile_queries) ? ForwardKernel::kOneTile : ForwardKernel::kTiled;

@@ -60,7 +60,7 @@ constexpr TypeKernels type_kernels() {
           merge_few<K>,
           state_bytes<K>,
           delta<K>,
-          backward<K>,
+          backward_any<K>,
           add_sums<K>,
           add_ranges<K>,
           bias_share<K>,

@@ -96,6 +96,16 @@ template <class X, class From>
   }
 }
 
+// run(c) for every first column of a vector; the last vector is moved back, where that makes it
+// whole: what is done twice to a column has the same result, and parts of vectors are slow to
+// store.
+template <int kLanes, class Run>
+[[gnu::always_inline]] inline void for_vectors(int64_t columns, const Run& run) {
+  int64_t c = 0;
+  for (; c + kLanes <= columns; c += kLanes) run(c);
+  if (c < columns) run(columns < kLanes ? c : columns - kLanes);
+}
+
 // to[c][64 r] = from[r][c], zero in the lanes past `rows` (up to whole vectors). With kScale times
 // factor.
 template <class X, bool kScale, class From>
@@ -106,23 +116,29 @@ void transpose_in(const From* from, int64_t stride, int64_t rows, int64_t column
   const auto scaled = [&](typename X::V v) { return kScale ? X::mul(f, v) : v; };
   for (int64_t r = 0; r < rows; r += kLanes) {
     const int64_t height = min_of(kLanes, rows - r);
-    for (int64_t c = 0; c < columns; c += kLanes) {
-      const int64_t width = min_of(kLanes, columns - c);
+    for_vectors<kLanes>(columns, [&](int64_t c) __attribute__((always_inline)) {
       const From* p = from + r * stride + c;
       typename X::V block[kLanes];
-      if (height == kLanes && width == kLanes) {
+      if (height == kLanes && columns >= kLanes) {
         load_columns<X>(p, stride, block);
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; i++) X::store(to + (c + i) * kRow + r, scaled(block[i]));
-        continue;
+        return;
       }
-      for (int i = 0; i < kLanes; i++)
-        block[i] = i >= height       ? X::zero()
-                   : width == kLanes ? X::load(p + i * stride)
-                                     : X::load(p + i * stride, width);
+      if (columns >= kLanes) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++)
+          block[i] = i < height ? X::load(p + i * stride) : X::zero();
+      } else {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++)
+          block[i] = i < height ? X::load(p + i * stride, columns) : X::zero();
+      }
       X::transpose(block);
-      for (int i = 0; i < width; i++) X::store(to + (c + i) * kRow + r, scaled(block[i]));
-    }
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++)
+        if (i < columns) X::store(to + (c + i) * kRow + r, scaled(block[i]));
+    });
   }
 }
 template <class X, class From>
@@ -138,28 +154,24 @@ void transpose_out(const typename X::T* from, const typename X::T* factor, int64
   constexpr int kLanes = X::kLanes;
   for (int64_t r = 0; r < rows; r += kLanes) {
     const int64_t height = min_of(kLanes, rows - r);
-    for (int64_t c = 0; c < columns; c += kLanes) {
-      const int64_t width = min_of(kLanes, columns - c);
+    for_vectors<kLanes>(columns, [&](int64_t c) __attribute__((always_inline)) {
       typename X::V block[kLanes];
       To* p = to + r * stride + c;
-      if (height == kLanes && width == kLanes) {
+      if (columns >= kLanes) {
         load_columns<X>(from + c * kRow + r, kRow, block);
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; i++)
-          X::store(p + i * stride, X::mul(X::set(factor[r + i]), block[i]));
-        continue;
+          if (i < height) X::store(p + i * stride, X::mul(X::set(factor[r + i]), block[i]));
+        return;
       }
+#pragma GCC unroll 16
       for (int i = 0; i < kLanes; i++)
-        block[i] = i < width ? X::load(from + (c + i) * kRow + r) : X::zero();
+        block[i] = i < columns ? X::load(from + (c + i) * kRow + r) : X::zero();
       X::transpose(block);
-      for (int i = 0; i < height; i++) {
-        const typename X::V v = X::mul(X::set(factor[r + i]), block[i]);
-        if (width == kLanes)
-          X::store(p + i * stride, v);
-        else
-          X::store(p + i * stride, v, width);
-      }
-    }
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++)
+        if (i < height) X::store(p + i * stride, X::mul(X::set(factor[r + i]), block[i]), columns);
+    });
   }
 }
 
@@ -168,13 +180,14 @@ template <class X, class To>
 void scale_out(const typename X::T* from, int64_t ld, typename X::T factor, int64_t rows,
                int64_t columns, To* to, int64_t stride) {
   const typename X::V f = X::set(factor);
-  for (int64_t r = 0; r < rows; r++) {
-    int64_t c = 0;
-    for (; c + X::kLanes <= columns; c += X::kLanes)
-      X::store(to + r * stride + c, X::mul(f, X::load(from + r * ld + c)));
-    if (c < columns)
-      X::store(to + r * stride + c, X::mul(f, X::load(from + r * ld + c)), columns - c);
-  }
+  for (int64_t r = 0; r < rows; r++)
+    for_vectors<X::kLanes>(columns, [&](int64_t c) __attribute__((always_inline)) {
+      const typename X::V v = X::mul(f, X::load(from + r * ld + c));
+      if (columns >= X::kLanes)
+        X::store(to + r * stride + c, v);
+      else
+        X::store(to + r * stride + c, v, columns);
+    });
 }
 
 // Query-like rows as vectors along t = column: [units of columns][64 rows].

@@ -1,0 +1,96 @@
+// Backward of a head whose queries and keys fit into one tile each. Every gradient is one product,
+// so it is written where it belongs, without sums in scratch; and what the next head needs is asked
+// for meanwhile, since heads are short, and no machine foresees where the next one starts. delta is
+// computed on the way, while dO is near.
+//   dV = Z^T dO,  dK = scale dS^T Q,  dQ = scale dS K
+namespace mha_ext::cpu {
+namespace {
+
+template <class K>
+void zero_rows(const Rows& t, int64_t b, int64_t h, int64_t rows, int64_t columns) {
+  for (int64_t r = 0; r < rows; r++)
+    __builtin_memset(row_of<K>(t, b, h, r), 0, (size_t)columns * sizeof(typename K::S));
+}
+
+// Whether some row sees no key at all.
+template <class K>
+bool any_empty_row(const Attention& a, int64_t b, int64_t h) {
+  const typename K::T* lse = (const typename K::T*)a.lse + (b * a.heads + h) * a.queries;
+  bool any = false;
+  for (int64_t r = 0; r < a.queries; r++) any |= lse[r] == -(typename K::T)INFINITY;
+  return any;
+}
+
+// False where it takes more than one product: rows without any key count as uniform, or hidden
+// pairs have operands that are not finite. Then nothing is written yet.
+template <class K>
+bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
+                       BackwardScratch<K>& w) {
+  using T = typename K::T;
+  using S = typename K::S;
+  const int64_t rows = a.queries, keys = a.keys, d = a.head_dim, dv = a.value_dim;
+  if (a.uniform_empty_rows && g.grad_value.data && any_empty_row<K>(a, b, h)) return false;
+  const S *query = row_of<K>(a.query, b, h, 0), *key = row_of<K>(a.key, b, h, 0);
+  const S *value = row_of<K>(a.value, b, h, 0), *grad_out = row_of<K>(g.grad_out, b, h, 0);
+  const bool last = h + 1 == a.heads;
+  const int64_t next_h = last ? 0 : h + 1, next_b = last ? b + 1 : b;
+  const bool ahead = next_b < a.batch, grads = g.grad_out.data != nullptr;
+  load_queries<K>(a, g, b, h, 0, rows, w);
+  if (ahead) ask_for<K>(a.query, next_b, next_h, rows, d);
+  if (ahead && grads) ask_for<K>(g.grad_out, next_b, next_h, rows, dv);
+  const auto in_place = [&](const S* from, const Rows& t, int64_t columns, typename K::Unit* to) {
+    if constexpr (K::kInPlace)
+      return Operand{(const char*)from, t.row * (int64_t)sizeof(S), sizeof(S)};
+    else
+      return rows_operand<K>(from, t.row, keys, columns, to);
+  };
+  const Visibility visible =
+      gradient_tile<K>(a, g, b, h, 0, rows, 0, keys, in_place(key, a.key, d, w.keys_in),
+                       in_place(value, a.value, dv, w.values_in), w);
+  if (visible == Visibility::kEmpty) {
+    if (g.grad_query.data) zero_rows<K>(g.grad_query, b, h, rows, d);
+    if (g.grad_key.data) zero_rows<K>(g.grad_key, b, h, keys, d);
+    if (g.grad_value.data) zero_rows<K>(g.grad_value, b, h, keys, dv);
+    return true;
+  }
+  if (visible == Visibility::kPartial &&
+      !(all_finite<K>(query, a.query.row, rows, d) && all_finite<K>(key, a.key.row, keys, d) &&
+        (!grads || all_finite<K>(grad_out, g.grad_out.row, rows, dv))))
+    return false;
+  if (ahead) ask_for<K>(a.key, next_b, next_h, keys, d);
+  for (int64_t r = 0; r < kRow; r++) w.one[r] = 1;
+  if (g.grad_bias.data && bias_is_dense(a, g.grad_bias))
+    store_bias_tile<K>(a, g, b, h, 0, rows, 0, keys, w.one, w.ds);
+  if (bias_is_added(a, g.grad_bias)) add_bias_tile<K>(g, b, h, 0, rows, 0, keys, w.ds);
+  if (g.grad_value.data) {
+    scale_tile<K>((T)a.dropout.keep_scale, keys, vectors_of<K>(rows), w.p);
+    width_rows<K, Contiguous::kAlongT>({grad_out, g.grad_out.row, rows, dv}, keys, w.p,
+                                       row_of<K>(g.grad_value, b, h, 0), g.grad_value.row);
+  }
+  if (ahead && grads) ask_for<K>(a.value, next_b, next_h, keys, dv);
+  scale_tile<K>((T)a.scale, keys, vectors_of<K>(rows), w.ds);
+  if (g.grad_key.data)
+    width_rows<K, Contiguous::kAlongT>({query, a.query.row, rows, d}, keys, w.ds,
+                                       row_of<K>(g.grad_key, b, h, 0), g.grad_key.row);
+  if (ahead && grads) ask_for<K>(a.out, next_b, next_h, rows, dv);
+  if (g.grad_query.data)
+    width_rows<K, Contiguous::kAlongM>({key, a.key.row, keys, d}, rows, w.ds,
+                                       row_of<K>(g.grad_query, b, h, 0), g.grad_query.row);
+  return true;
+}
+
+template <class K>
+void backward_any(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv, KeyPart part,
+                  void* sums, void* scratch) {
+  [[maybe_unused]] const typename K::Dot::Session session;
+  if (backward_is_one_tile(a, kOneTileQueries<K>)) {
+    Arena arena{(char*)scratch};
+    BackwardScratch<K> w(a, arena);
+    if (!g.grad_weights.data) delta<K>(a, g, b, kv, 0);
+    if (backward_one_tile<K>(a, g, b, kv, w)) return;
+  }
+  backward<K>(a, g, b, kv, part, sums, scratch);
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu
