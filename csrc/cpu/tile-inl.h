@@ -106,6 +106,24 @@ template <int kLanes, class Run>
   if (c < columns) run(columns < kLanes ? c : columns - kLanes);
 }
 
+// block[c] = column c of kLanes rows, of which there are `height`, and `width` columns: zero
+// beyond.
+template <class X, class From>
+[[gnu::always_inline]] inline void load_block(const From* from, int64_t stride, int64_t height,
+                                              int64_t width, typename X::V (&block)[X::kLanes]) {
+  constexpr int kLanes = X::kLanes;
+  if (height >= kLanes && width >= kLanes) return load_columns<X>(from, stride, block);
+  if (width >= kLanes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) block[i] = i < height ? X::load(from + i * stride) : X::zero();
+  } else {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++)
+      block[i] = i < height ? X::load(from + i * stride, width) : X::zero();
+  }
+  X::transpose(block);
+}
+
 // to[c][64 r] = from[r][c], zero in the lanes past `rows` (up to whole vectors). With kScale times
 // factor.
 template <class X, bool kScale, class From>
@@ -113,33 +131,14 @@ void transpose_in(const From* from, int64_t stride, int64_t rows, int64_t column
                   typename X::T factor, typename X::T* to) {
   constexpr int kLanes = X::kLanes;
   const typename X::V f = X::set(factor);
-  const auto scaled = [&](typename X::V v) { return kScale ? X::mul(f, v) : v; };
-  for (int64_t r = 0; r < rows; r += kLanes) {
-    const int64_t height = min_of(kLanes, rows - r);
+  for (int64_t r = 0; r < rows; r += kLanes)
     for_vectors<kLanes>(columns, [&](int64_t c) __attribute__((always_inline)) {
-      const From* p = from + r * stride + c;
       typename X::V block[kLanes];
-      if (height == kLanes && columns >= kLanes) {
-        load_columns<X>(p, stride, block);
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++) X::store(to + (c + i) * kRow + r, scaled(block[i]));
-        return;
-      }
-      if (columns >= kLanes) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++)
-          block[i] = i < height ? X::load(p + i * stride) : X::zero();
-      } else {
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++)
-          block[i] = i < height ? X::load(p + i * stride, columns) : X::zero();
-      }
-      X::transpose(block);
+      load_block<X>(from + r * stride + c, stride, rows - r, columns, block);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; i++)
-        if (i < columns) X::store(to + (c + i) * kRow + r, scaled(block[i]));
+        if (i < columns) X::store(to + (c + i) * kRow + r, kScale ? X::mul(f, block[i]) : block[i]);
     });
-  }
 }
 template <class X, class From>
 void transpose_in(const From* from, int64_t stride, int64_t rows, int64_t columns,
