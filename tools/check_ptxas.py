@@ -29,6 +29,7 @@ BUDGETS = [
     (r"_wide_kernel<.*double|wide_gradient_kernel|wide_bias_kernel<.*double", 255),
     (r"forward_tangent_kernel", 255),
     (r"forward_wide_kernel|wide_bias_kernel", 232),
+    (r"weights_half_kernel", 168),
     (r"weights_kernel", 128),
     (
         r"combine_kernel|uniform_rows_kernel|delta_(tangent_)?kernel|bias_finish_kernel|constant_bias_kernel",

@@ -352,6 +352,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
     if (rows) *part = spread(*part, *rows, query.dim() - 2, query.size(-2));
   }
 
+  if (grad.stride(-1) != 1 && grad.element_size() == 2) grad = grad.contiguous();
   Gradients g =
       gradients(query, key, value, bias, {output_mask[0], output_mask[1], false, output_mask[2]},
                 groups.size(), keep);

@@ -4,34 +4,42 @@
 // Two kernels of one form: a block owns 64 rows, of K and V or of Q and dO, 16 a warp, and the
 // others come in tiles, the next one while this one is used. Then S = owned scores times scores of
 // the tile, dP = owned values times values of the tile, and the sums are dS times the tile's scores
-// (dK or dQ) and Z times its values (dV).
+// (dK or dQ) and Z times its values (dV). Where the cotangent is that of P, dP is read: its tile
+// [queries][keys] comes in place of the values.
 #pragma once
 #include "backward.cuh"
 #include "half.cuh"
 
 namespace mha_ext::cuda {
 
-template <class S_, int kWidth_, bool kOwnsKeys_, bool kScores_, bool kValues_>
+template <class S_, int kWidth_, bool kOwnsKeys_, bool kScores_, bool kValues_,
+          bool kWeights_ = false>
 struct HalfBackward {
   using S = S_;
   static constexpr bool kOwnsKeys = kOwnsKeys_;
   static constexpr bool kScores = kScores_, kValues = kValues_;  // dK or dQ; dV
+  static constexpr bool kWeights = kWeights_;                    // dP is given
   static constexpr int kWidth = kWidth_, kFragments = 1;         // D and Dv are at most kWidth
   static constexpr int kThreads = 128, kRows = 64;
   static constexpr int kOthers = kWidth <= 64 ? 64 : kWidth <= 128 ? 32 : 16;  // rows of a tile
   static constexpr int kColumns = kOthers / 8, kSteps = kOthers / 16;
   static constexpr int kRowBytes = 2 * kWidth, kOwnBytes = kRows * kRowBytes;
+  static constexpr int kOwnTiles = kWeights ? 1 : 2;
   static constexpr int kTileBytes = kOthers * kRowBytes, kNumberBytes = 3 * kOthers * 4;
   static constexpr Address kOwnScores = 0, kOwnValues = kOwnBytes;
-  static constexpr int kSharedBytes = 2 * kOwnBytes + 4 * kTileBytes + 2 * kNumberBytes;
+  static constexpr int kSharedBytes = kOwnTiles * kOwnBytes + 4 * kTileBytes + 2 * kNumberBytes;
   DEVICE_MEMBER static Address score_tile(int stage) {
-    return (Address)(2 * kOwnBytes + 2 * stage * kTileBytes);
+    return (Address)(kOwnTiles * kOwnBytes + 2 * stage * kTileBytes);
   }
   DEVICE_MEMBER static Address value_tile(int stage) { return score_tile(stage) + kTileBytes; }
   // lse, lse_low and delta of the queries of a tile.
   DEVICE_MEMBER static Address numbers(int stage) {
-    return (Address)(2 * kOwnBytes + 4 * kTileBytes + stage * kNumberBytes);
+    return (Address)(kOwnTiles * kOwnBytes + 4 * kTileBytes + stage * kNumberBytes);
   }
+  // A tile of dP.
+  static constexpr int kQueries = kOwnsKeys ? kOthers : kRows, kKeys = kOwnsKeys ? kRows : kOthers;
+  static constexpr int kPairBytes = 128;  // of a row, which may be less than full
+  static_assert(kQueries * kPairBytes <= kTileBytes);
 };
 
 // P = exp(S - lse - low), dS = P (dP - delta). S - lse comes first: lse log2 e may overflow.
@@ -94,6 +102,27 @@ DEVICE bool visible_pairs(const Attention& a, const HalfPlace& at, const SeenTil
   return true;
 }
 
+// dP of this warp's pairs, from a tile of it.
+template <class F>
+DEVICE void load_pairs(Address tile, float (&dp)[1][F::kColumns][4]) {
+  using S = typename F::S;
+  const int r = lane_id() % 8, half = lane_id() / 8 % 2, next = lane_id() / 16;
+#pragma unroll
+  for (int j = 0; j < F::kColumns; j += 2) {
+    uint32_t x[4];  // of the rows 8 half + g, two columns each, of the fragments j and j + 1
+    if constexpr (F::kOwnsKeys)
+      load_matrices_transposed(
+          x, tile + swizzled<F::kPairBytes>(8 * (j + next) + r, 2 * warp_id() + half));
+    else
+      load_matrices(x, tile + swizzled<F::kPairBytes>(16 * warp_id() + 8 * half + r, j + next));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      dp[0][j + i / 2][i % 2 * 2] = widen(S{(uint16_t)x[i]});
+      dp[0][j + i / 2][i % 2 * 2 + 1] = widen(S{(uint16_t)(x[i] >> 16)});
+    }
+  }
+}
+
 struct alignas(8) TwoNumbers {
   float at[2];
 };
@@ -117,7 +146,9 @@ DEVICE bool half_gradient(const Attention& a, const HalfPlace& at, const SeenTil
     const bool hides = add_bias_tile<F>(a, at.b, at.h, at.own0(), other0, p, pairs.visible);
     pairs.partial |= ballot(hides) != 0;
   }
-  if constexpr (F::kScores)
+  if constexpr (F::kWeights)
+    load_pairs<F>(F::value_tile(at.stage), ds);
+  else if constexpr (F::kScores)
     multiply_rows<S, F::kRowBytes>(F::kOwnValues, row, F::value_tile(at.stage), (int)a.value_dim,
                                    ds);
   uint32_t kept[1] = {~0u};
@@ -197,7 +228,7 @@ DEVICE void store_dense_bias(const Attention& a, const Pairs& bias, const HalfPl
   }
 }
 
-// Rows that a block owns: of scores, and of values where dP is wanted.
+// Rows that a block owns: of scores, and of values where dP is their product.
 template <class F>
 DEVICE void copy_own(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
                      int64_t own0) {
@@ -207,22 +238,37 @@ DEVICE void copy_own(const Attention& a, const AttentionGrad& g, int64_t b, int6
              &values = F::kOwnsKeys ? a.value : g.grad_out;
   copy_rows<F::kRows, F::kRowBytes, F::kThreads>(F::kOwnScores, head_rows<S>(scores, b, h), own0,
                                                  rows, (int)a.head_dim * 2);
-  if constexpr (F::kScores)
+  if constexpr (F::kScores && !F::kWeights)
     copy_rows<F::kRows, F::kRowBytes, F::kThreads>(F::kOwnValues, head_rows<S>(values, b, h), own0,
                                                    rows, (int)a.value_dim * 2);
 }
-// A tile of the others, of head h of theirs; where they are queries, their numbers too.
+// The tile of dP of query head h.
+template <class F>
+DEVICE void copy_pairs(const Attention& a, const Pairs& from, int64_t b, int64_t h, int64_t q0,
+                       int64_t k0, int stage) {
+  using S = typename F::S;
+  const Rows rows{(S*)from.data + k0, from.batch, from.head, from.query};
+  copy_rows<F::kQueries, F::kPairBytes, F::kThreads>(F::value_tile(stage), head_rows<S>(rows, b, h),
+                                                     q0, (int)min_of(F::kQueries, a.queries - q0),
+                                                     (int)min_of(F::kKeys, a.keys - k0) * 2);
+}
+// A tile of the others, for query head h; where they are queries, their numbers too.
 template <class F>
 DEVICE void copy_others(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
-                        int64_t other0, int stage) {
+                        int64_t own0, int64_t other0, int stage) {
   using S = typename F::S;
+  const int64_t head = F::kOwnsKeys ? h : kv_head(a, h);
   const int rows = (int)min_of(F::kOthers, (F::kOwnsKeys ? a.queries : a.keys) - other0);
   const Rows &scores = F::kOwnsKeys ? a.query : a.key,
              &values = F::kOwnsKeys ? g.grad_out : a.value;
-  copy_rows<F::kOthers, F::kRowBytes, F::kThreads>(F::score_tile(stage), head_rows<S>(scores, b, h),
-                                                   other0, rows, (int)a.head_dim * 2);
-  copy_rows<F::kOthers, F::kRowBytes, F::kThreads>(F::value_tile(stage), head_rows<S>(values, b, h),
-                                                   other0, rows, (int)a.value_dim * 2);
+  copy_rows<F::kOthers, F::kRowBytes, F::kThreads>(
+      F::score_tile(stage), head_rows<S>(scores, b, head), other0, rows, (int)a.head_dim * 2);
+  if constexpr (F::kWeights)
+    copy_pairs<F>(a, g.grad_weights, b, h, F::kOwnsKeys ? other0 : own0,
+                  F::kOwnsKeys ? own0 : other0, stage);
+  else
+    copy_rows<F::kOthers, F::kRowBytes, F::kThreads>(
+        F::value_tile(stage), head_rows<S>(values, b, head), other0, rows, (int)a.value_dim * 2);
   if constexpr (F::kOwnsKeys) {
     const int r = thread_id();
     if (r >= F::kOthers) return;
@@ -307,8 +353,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     const bool wraps = at.tile + 1 == block.any_end;
     const int next_tile = wraps ? block.any : at.tile + 1, next_head = at.h + (wraps ? 1 : 0);
     if (next < count)
-      copy_others<F>(a, g, b, F::kOwnsKeys ? next_head : kv_head(a, next_head),
-                     (int64_t)next_tile * F::kOthers, next & 1);
+      copy_others<F>(a, g, b, next_head, block0, (int64_t)next_tile * F::kOthers, next & 1);
     copy_commit();
     at.stage = (next & 1) ^ 1;
     HalfPairs<F> pairs;

@@ -1,7 +1,6 @@
 // The gradient of a bias that broadcasts, for 16-bit types; and the backward of such a type.
 #pragma once
 #include "backward_half.cuh"
-#include "backward_wide.cuh"
 
 namespace mha_ext::cuda {
 
@@ -24,7 +23,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     const int64_t own0 = q0 + warp_id() * 16;
     sync_block();  // what stood there has been read
     copy_own<F>(a, g, b, h, q0);
-    copy_others<F>(a, g, b, kv_head(a, h), k0, 0);
+    copy_others<F>(a, g, b, h, q0, k0, 0);
     copy_commit();
     QueryNumbers own[2];
     own_numbers(a, g, b, h, own0, own);
@@ -55,13 +54,26 @@ const char* run_backward_half(const Attention& a, const AttentionGrad& g, Stream
   return launch(backward_half_kernel<F>, grid, F::kThreads, F::kSharedBytes, stream, a, g);
 }
 
+template <class F>
+const char* run_bias_half(const Attention& a, const AttentionGrad& g, void* scratch,
+                          Stream stream) {
+  return run_bias<typename F::S>(
+      a, g.grad_bias, g.grad_lse, g.delta, scratch, stream, [&](const BiasPlan& plan, float* sums) {
+        const Grid grid{owner_count(plan) * (kTile / F::kOthers) * plan.chunks, 1};
+        return launch(bias_half_kernel<F>, grid, F::kThreads, F::kSharedBytes, stream, a, g, plan,
+                      sums);
+      });
+}
+inline bool queries_are_wanted(const Attention& a, const AttentionGrad& g) {
+  return g.grad_query.data || (g.grad_bias.data && bias_is_dense(a, g.grad_bias));
+}
+
 template <class S, int kWidth>
 const char* backward_half(const Attention& a, const AttentionGrad& g, void* scratch,
                           Stream stream) {
   using OfQueries = HalfBackward<S, kWidth, false, true, false>;
-  const bool scores = g.grad_query.data || (g.grad_bias.data && bias_is_dense(a, g.grad_bias));
   const char* error = run_delta<S>(a, g, stream);
-  if (!error && scores) error = run_backward_half<OfQueries>(a, g, stream);
+  if (!error && queries_are_wanted(a, g)) error = run_backward_half<OfQueries>(a, g, stream);
   if constexpr (kWidth <= 128) {
     if (!error && (g.grad_key.data || g.grad_value.data))
       error = run_backward_half<HalfBackward<S, kWidth, true, true, true>>(a, g, stream);
@@ -71,20 +83,28 @@ const char* backward_half(const Attention& a, const AttentionGrad& g, void* scra
     if (!error && g.grad_value.data)
       error = run_backward_half<HalfBackward<S, kWidth, true, false, true>>(a, g, stream);
   }
-  if (error) return error;
-  return run_bias<S>(a, g.grad_bias, g.grad_lse, g.delta, scratch, stream,
-                     [&](const BiasPlan& plan, float* sums) {
-                       constexpr int64_t kParts = kTile / OfQueries::kOthers;
-                       const Grid grid{owner_count(plan) * kParts * plan.chunks, 1};
-                       return launch(bias_half_kernel<OfQueries>, grid, OfQueries::kThreads,
-                                     OfQueries::kSharedBytes, stream, a, g, plan, sums);
-                     });
+  return error ? error : run_bias_half<OfQueries>(a, g, scratch, stream);
+}
+
+// Where the cotangent is that of P; delta is there.
+template <class S, int kWidth>
+const char* weights_backward_half(const Attention& a, const AttentionGrad& g, void* scratch,
+                                  Stream stream) {
+  using OfQueries = HalfBackward<S, kWidth, false, true, false, true>;
+  using OfKeys = HalfBackward<S, kWidth, true, true, false, true>;
+  const char* error = nullptr;
+  if (queries_are_wanted(a, g)) error = run_backward_half<OfQueries>(a, g, stream);
+  if (!error && g.grad_key.data) error = run_backward_half<OfKeys>(a, g, stream);
+  return error ? error : run_bias_half<OfQueries>(a, g, scratch, stream);
 }
 
 template <class S>
 const char* backward_of_half(const Attention& a, const AttentionGrad& g, void* scratch,
                              Stream stream) {
-  if (g.grad_weights.data) return backward_scores<S, 128>(a, g, scratch, stream);
+  if (g.grad_weights.data) {
+    if (a.head_dim <= 128) return weights_backward_half<S, 128>(a, g, scratch, stream);
+    return weights_backward_half<S, 256>(a, g, scratch, stream);
+  }
   const int64_t width = max_of(a.head_dim, a.value_dim);
   if (width <= 64) return backward_half<S, 64>(a, g, scratch, stream);
   if (width <= 128) return backward_half<S, 128>(a, g, scratch, stream);

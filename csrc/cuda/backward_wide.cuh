@@ -1,5 +1,4 @@
-// Backward without tensor cores: for float32 and float64, and for 16-bit types where the cotangent
-// is that of P.
+// Backward without tensor cores, for float32 and float64.
 //   P = exp(S - lse), Z = P o M, dP = (dO V^T) o M, dS = P o (dP - delta)
 //   dV = Z^T dO, dK = scale dS^T Q, dQ = scale dS K, dB = dS
 #pragma once

@@ -7,8 +7,8 @@
 namespace mha_ext::cuda {
 
 // c[m][j] = sum over `columns` of rows of `left` (from left_row on) times rows of `right`: both
-// tiles have their rows along the sum.
-template <class S, int kRowBytes, int kFragments, int kColumns>
+// tiles have their rows along the sum. kAdd: c += that.
+template <class S, int kRowBytes, bool kAdd = false, int kFragments, int kColumns>
 DEVICE void multiply_rows(Address left, int left_row, Address right, int columns,
                           float (&c)[kFragments][kColumns][4]) {
   const int lane = lane_id();
@@ -17,7 +17,7 @@ DEVICE void multiply_rows(Address left, int left_row, Address right, int columns
 #pragma unroll
     for (int j = 0; j < kColumns; j++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) c[m][j][e] = 0;
+      for (int e = 0; e < 4; e++) c[m][j][e] = kAdd ? c[m][j][e] : 0;
   left += swizzled<kRowBytes>(left_row + lane % 16, lane / 16);
   right += swizzled<kRowBytes>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll

@@ -15,8 +15,9 @@ int64_t forward_scratch_bytes(const Attention& a);
 const char* forward(const Attention& a, void* scratch, Stream stream);
 
 // The gradients that g has room for, from scratch memory of backward_scratch_bytes. delta is
-// written first, unless the cotangent is that of P: then it is read. grad_bias is zero where no
-// pair is visible: it must be before.
+// written first, unless the cotangent is that of P: then it is read; in 16 bits the keys of that
+// cotangent stand next to each other. grad_bias is zero where no pair is visible: it must be
+// before.
 int64_t backward_scratch_bytes(const Attention& a, const AttentionGrad& g);
 const char* backward(const Attention& a, const AttentionGrad& g, void* scratch, Stream stream);
 

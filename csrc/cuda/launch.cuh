@@ -14,6 +14,9 @@ DEVICE int64_t grid_row() { return blockIdx.y + (int64_t)blockIdx.z * gridDim.y;
 #ifdef __CUDACC__
 // Blocks that a multiprocessor shall hold at once: registers are given out accordingly.
 #define LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
+// What the smallest GPUs of compute capability 8.0 and later give a block that asks for it. Always
+// the same: another thread may start the kernel, with another size, between the two calls.
+constexpr int kMostSharedBytes = 99 * 1024;
 // nullptr, or what CUDA says is wrong.
 template <class... Parameters>
 const char* launch(void (*kernel)(Parameters...), Grid grid, int threads, int shared_bytes,
@@ -21,7 +24,7 @@ const char* launch(void (*kernel)(Parameters...), Grid grid, int threads, int sh
   if (grid.x == 0 || grid.rows == 0) return nullptr;
   if (shared_bytes > 48 * 1024) {
     const cudaError_t error = cudaFuncSetAttribute(
-        (const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+        (const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostSharedBytes);
     if (error != cudaSuccess) return cudaGetErrorString(error);
   }
   constexpr int64_t kGridLimit = 65535;

@@ -1,5 +1,6 @@
 // The weights, for every dtype.
 #include "weights.cuh"
+#include "weights_half.cuh"
 
 namespace mha_ext::cuda {
 
@@ -10,9 +11,9 @@ const char* weights(const Attention& a, const Selection& selected, void* out, St
     case DType::kFloat32:
       return weights_wide<float>(a, selected, out, stream);
     case DType::kBFloat16:
-      return weights_wide<BFloat16>(a, selected, out, stream);
+      return weights_half<BFloat16>(a, selected, out, stream);
     case DType::kFloat16:
-      return weights_wide<Float16>(a, selected, out, stream);
+      return weights_half<Float16>(a, selected, out, stream);
   }
   return "unknown dtype";
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,7 @@ const char* backward_tangent(const Attention&, const AttentionGrad&, const Atten
 }
 }
 """
+SOURCES = {"forward.cu": FORWARD, "backward.cu": BACKWARD, "rest.cu": REST}
 # file, what stands there, what shall stand there, what tells
 MUTATIONS = {
     "barrier": (
@@ -128,8 +130,10 @@ BACKWARD_MUTATIONS = {
 PROBLEM = Problem(torch.bfloat16, 1, 1, queries=70, keys=200, head_dim=64, mask="qk")
 
 
-def mutated(folder: Path, file: str, old: str, new: str) -> Path:
-    """A copy of the sources in which `old`, which must be there once, is `new`."""
+def mutated(
+    folder: Path, file: str, old: str, new: str, sources: Mapping[str, str] = SOURCES
+) -> Path:
+    """A copy of the headers in which `old`, which must be there once, is `new`; and these sources."""
     kernels = folder / "csrc/cuda"
     kernels.mkdir(parents=True)
     (folder / "csrc/spec").symlink_to(emulated.ROOT / "csrc/spec")
@@ -139,7 +143,7 @@ def mutated(folder: Path, file: str, old: str, new: str) -> Path:
             assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {file}"
             text = text.replace(old, new)
         (kernels / source.name).write_text(text)
-    for name, text in (("forward.cu", FORWARD), ("backward.cu", BACKWARD), ("rest.cu", REST)):
+    for name, text in sources.items():
         (kernels / name).write_text(text)
     return kernels
 
@@ -259,26 +263,32 @@ PAST_THE_END = {
 }
 
 
-@pytest.mark.parametrize("name", READS)
-def test_accesses_past_the_end_are_caught(name: str, tmp_path: Path) -> None:
-    """The kernels under AddressSanitizer: they stay within their tensors, and it would tell."""
+def sanitized(program: str, folder: Path) -> str:
+    """What a program says under AddressSanitizer."""
     runtime = subprocess.run(
         ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True
     ).stdout.strip()
     if not Path(runtime).is_file():
         pytest.skip("there is no libasan.so beside g++")
-    change = PAST_THE_END.get(name, ("tile.cuh", "row * kRowBytes", "kRowBytes * row"))
-    library = emulated.build(mutated(tmp_path, *change), ["-O1", *emulated.SANITIZE])
-    program = ON_THE_EDGE.format(path=[str(emulated.HERE)], library=str(library))
     environment = dict(os.environ, LD_PRELOAD=runtime, ASAN_OPTIONS="detect_leaks=0")
     answer = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         env=environment,
-        cwd=tmp_path,
+        cwd=folder,
     )
-    assert READS[name] in answer.stdout + answer.stderr, answer.stderr[-2000:]
+    return answer.stdout + answer.stderr
+
+
+@pytest.mark.parametrize("name", READS)
+def test_accesses_past_the_end_are_caught(name: str, tmp_path: Path) -> None:
+    """The kernels under AddressSanitizer: they stay within their tensors, and it would tell."""
+    change = PAST_THE_END.get(name, ("tile.cuh", "row * kRowBytes", "kRowBytes * row"))
+    library = emulated.build(mutated(tmp_path, *change), ["-O1", *emulated.SANITIZE])
+    program = ON_THE_EDGE.format(path=[str(emulated.HERE)], library=str(library))
+    answer = sanitized(program, tmp_path)
+    assert READS[name] in answer, answer[-2000:]
 
 
 @pytest.mark.parametrize("limit", ["shared_limit", "grid_limit"])
