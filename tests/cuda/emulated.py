@@ -7,6 +7,7 @@ mha_ext run on them, so that any test of the contract runs on them too.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import itertools
 import os
@@ -19,18 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from structs import (
-    Attention,
-    AttentionGrad,
-    AttentionTangent,
-    Band,
-    Dropout,
-    Options,
-    Origin,
-    Pairs,
-    Report,
-    Rows,
-)
+from described import Described, Directions, address, pairs, rows
+from structs import Attention, AttentionGrad, AttentionTangent, Options, Report
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
@@ -38,6 +29,8 @@ ROOT = HERE.parent.parent
 KERNELS = ROOT / "csrc/cuda"
 FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra"]
 FLAGS += ["-Wno-unknown-pragmas"]
+if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+    FLAGS += ["-march=x86-64-v3"]  # fused multiply-adds and conversions are instructions
 SANITIZE = ["-fsanitize=address", "-fno-omit-frame-pointer"]
 HALF = (torch.bfloat16, torch.float16)
 ALL_DTYPES = (*HALF, torch.float32, torch.float64)
@@ -49,14 +42,18 @@ KERNEL_NAMES = (
     "forward_tangent",
     "backward_tangent",
 )  # of the seam
-DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # DType
-
-
-Directions = Mapping[str, Tensor | None]  # by the names of AttentionTangent
 
 
 class EmulatorError(RuntimeError):
     """What a GPU would do silently: a race, a missing wait, an access past the end."""
+
+
+@contextmanager
+def locked(target: Path) -> Iterator[None]:
+    """One process at a time makes this file, and the others wait for it."""
+    with open(target.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _compiled(command: list[str], target: Path, inputs: Sequence[Path], language: str) -> None:
@@ -87,8 +84,9 @@ def build(kernels: Path = KERNELS, flags: Sequence[str] = ()) -> Path:
         state = (machine if source == HERE / "emulator.cpp" else shared).copy()
         state.update(source.name.encode() + source.read_bytes())
         target = folder / f"{source.stem}-{state.hexdigest()[:16]}.o"
-        if not target.is_file():
-            _compiled([*command, "-c"], target, [source], "-x c++")
+        with locked(target):
+            if not target.is_file():
+                _compiled([*command, "-c"], target, [source], "-x c++")
         return target
 
     sources = [HERE / "library.cpp", HERE / "emulator.cpp", *sorted(kernels.glob("*.cu"))]
@@ -121,6 +119,7 @@ class Library:
         self.seed = 0
         self.shared_limit, self.grid_limit = 99 * 1024, 65535
         self.traffic = True  # whether bank conflicts are counted
+        self.watched = 1  # races are looked for in one of so many blocks
         for name, struct in sizes.items():
             size = getattr(self.functions, name)()
             if size != ctypes.sizeof(struct):
@@ -130,7 +129,7 @@ class Library:
 
     def start(self) -> None:
         """Before the functions of a run: its schedule and its limits."""
-        options = Options(self.seed, self.shared_limit, self.grid_limit, self.traffic)
+        options = Options(self.seed, self.shared_limit, self.grid_limit, self.traffic, self.watched)
         self.functions.emulator_start(ctypes.byref(options))
 
     def finish(self) -> Report:
@@ -155,7 +154,7 @@ class Library:
         kind = torch.float64 if query.dtype == torch.float64 else torch.float32
         lse = torch.full(query.shape[:3], torch.nan, dtype=kind)
         lse_low = torch.full_like(lse, torch.nan)
-        a.out, a.lse, a.lse_low = _rows(out), _address(lse), _address(lse_low)
+        a.out, a.lse, a.lse_low = rows(out), address(lse), address(lse_low)
         self.run("forward", a)
         return out, lse, lse_low
 
@@ -192,7 +191,7 @@ class Library:
         """Those of query, key and bias, from the cotangent of P; delta = rowsum(P o dP)."""
         g = AttentionGrad()
         described.keep += [grad_weights, delta]
-        g.grad_weights, g.delta = _pairs(grad_weights), _address(delta)
+        g.grad_weights, g.delta = pairs(grad_weights), address(delta)
         grads = described.gradients(g, [wanted[0], wanted[1], False, wanted[2]])
         self.run("backward", described.struct, g)
         return grads
@@ -208,7 +207,7 @@ class Library:
         row_count = a.queries if runs is None else sum(count for _, count, _ in runs)
         sizes = (a.batch, head_count, row_count, a.keys)
         found = torch.full(sizes, torch.nan, dtype=described.query.dtype)
-        addresses = [ctypes.c_void_p(None if t is None else _address(t)) for t in (chosen, rows)]
+        addresses = [ctypes.c_void_p(None if t is None else address(t)) for t in (chosen, rows)]
         counts = [ctypes.c_int64(n) for n in (head_count, len(runs or ()), row_count)]
         self.call(
             "emulated_weights",
@@ -217,7 +216,7 @@ class Library:
             counts[0],
             addresses[1],
             *counts[1:],
-            ctypes.c_void_p(_address(found)),
+            ctypes.c_void_p(address(found)),
         )
         return found
 
@@ -229,7 +228,7 @@ class Library:
         t, query = described.directions(directions), described.query
         out = torch.full_like(saved[0], torch.nan)
         lse = torch.full_like(saved[1], torch.nan)
-        t.out, t.lse = _rows(out), _address(lse)
+        t.out, t.lse = rows(out), address(lse)
         self.run("forward_tangent", described.struct, t)
         assert out.dtype == query.dtype
         return out, lse
@@ -248,119 +247,10 @@ class Library:
         if {"out", "grad_out", "grad_lse"} & {n for n, d in directions.items() if d is not None}:
             delta = torch.full_like(saved[1], torch.nan).contiguous()
             described.keep.append(delta)
-            t.delta = _address(delta)
+            t.delta = address(delta)
         grads = described.gradients(g, wanted)
         self.run("backward_tangent", described.struct, g, t)
         return grads
-
-
-class Described:
-    """The struct of a problem, and the tensors that it points to."""
-
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        key_lengths: Tensor | None,
-        seed: Tensor | None,
-        options: Mapping[str, Any],
-    ) -> None:
-        query, key, value = map(_with_rows, (query, key, value))
-        if key_lengths is not None:
-            key_lengths = key_lengths.to(torch.int64).contiguous()
-        self.keep = [query, key, value, mask, bias, key_lengths, seed]
-        self.query, self.leaves = query, (query, key, value, bias)
-        batch, heads, queries, head_dim = query.shape
-        self.struct = a = Attention(
-            DTYPES[query.dtype], batch, heads, key.shape[1], queries, key.shape[2], head_dim
-        )
-        a.value_dim, a.scale = value.shape[3], options["scale"]
-        a.uniform_empty_rows = options.get("uniform_empty_rows", False)
-        a.query, a.key, a.value = _rows(query), _rows(key), _rows(value)
-        if mask is not None:
-            a.mask = _pairs(mask)
-        if bias is not None:
-            a.bias, a.bias_is_float32 = _pairs(bias), bias.dtype == torch.float32
-        if key_lengths is not None:
-            a.key_lengths = _address(key_lengths)
-        left, right = options.get("window_left"), options.get("window_right")
-        a.band = Band(options.get("corner") == "lower_right", left is not None, right is not None)
-        a.band.left, a.band.right = left or 0, right or 0
-        a.dropout.keep_scale = 1.0
-        threshold = min(round(65536 * options.get("dropout_p", 0.0)), 65535)
-        if threshold:
-            assert seed is not None
-            a.dropout = Dropout(_address(seed), threshold, 65536 / (65536 - threshold))
-        a.origin = Origin(*options.get("origin", (0, 0, 0, 0)))
-
-    def saved(
-        self, grad_out: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor | None]
-    ) -> AttentionGrad:
-        """What backward reads: the cotangents, out, lse and lse_low; delta has room of its own."""
-        g = AttentionGrad()
-        out, lse, lse_low = saved
-        assert out is not None and lse is not None
-        tensors = [_with_rows(out), _with_rows(grad_out), lse.contiguous()]
-        numbers = [None if t is None else t.contiguous() for t in (lse_low, grad_lse)]
-        delta = torch.full_like(tensors[2], torch.nan)
-        self.keep += [*tensors, *numbers, delta]
-        self.struct.out, g.grad_out = _rows(tensors[0]), _rows(tensors[1])
-        self.struct.lse, g.delta = _address(tensors[2]), _address(delta)
-        self.struct.lse_low, g.grad_lse = (None if t is None else _address(t) for t in numbers)
-        return g
-
-    def directions(self, directions: Directions) -> AttentionTangent:
-        """The direction of a derivative; None = zero."""
-        t = AttentionTangent()
-        for name, direction in directions.items():
-            if direction is None:
-                continue
-            if name in ("lse", "grad_lse"):
-                direction = direction.contiguous()
-                setattr(t, name, _address(direction))
-            elif name == "bias":
-                t.bias = _pairs(direction)
-            else:
-                direction = _with_rows(direction)
-                setattr(t, name, _rows(direction))
-            self.keep.append(direction)
-        return t
-
-    def gradients(self, g: AttentionGrad, wanted: Sequence[bool]) -> list[Tensor | None]:
-        """Room for the gradients that are wanted: what is not written stays NaN."""
-        grads: list[Tensor | None] = []
-        for name, leaf, want in zip(("query", "key", "value", "bias"), self.leaves, wanted):
-            if not want or leaf is None:
-                grads.append(None)
-            elif name == "bias":
-                grads.append(torch.zeros(leaf.shape, dtype=leaf.dtype))
-                g.grad_bias = _pairs(grads[-1])
-            else:
-                sizes = (leaf.shape[0], leaf.shape[2], leaf.shape[1], leaf.shape[3])
-                grads.append(torch.full(sizes, torch.nan, dtype=leaf.dtype).transpose(1, 2))
-                setattr(g, f"grad_{name}", _rows(grads[-1]))
-        return grads
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.data_ptr()
-
-
-def _with_rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
-
-
-def _rows(tensor: Tensor) -> Rows:
-    return Rows(_address(tensor), *tensor.stride()[:3])
-
-
-def _pairs(tensor: Tensor) -> Pairs:
-    strides = [0] * (4 - tensor.dim())
-    strides += [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride())]
-    return Pairs(_address(tensor), *strides, tensor.element_size())
 
 
 _LIBRARY: Library | None = None

@@ -7,130 +7,46 @@
 #include <string.h>
 
 #include <algorithm>
+#include <bit>
 #include <memory>
 #include <string>
 #include <vector>
 
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
-#endif
-#ifndef __x86_64__
-#include <ucontext.h>
-#endif
+#include "fibers.h"
 
 namespace emulator {
 namespace {
-
-constexpr size_t kStack = 256 << 10;
-
-// --- Fibers --------------------------------------------------------------------------------------
-
-#ifdef __x86_64__
-extern "C" void emulator_switch(void** from, void* to);
-asm(R"(
-.text
-.local emulator_switch
-emulator_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-)");
-#endif
-
-struct Fiber {
-  std::unique_ptr<char[]> stack;
-#ifdef __x86_64__
-  void* at = nullptr;
-#else
-  ucontext_t at;
-#endif
-  void prepare(void (*entry)()) {
-    if (!stack) stack.reset(new char[kStack]);
-#ifdef __SANITIZE_ADDRESS__
-    __asan_unpoison_memory_region(stack.get(), kStack);  // of frames that never returned
-#endif
-#ifdef __x86_64__
-    void** top = (void**)(((uintptr_t)stack.get() + kStack) & ~(uintptr_t)15);
-    *--top = nullptr;  // the return address of entry, which never returns
-    *--top = (void*)entry;
-    for (int i = 0; i < 6; i++) *--top = nullptr;
-    at = top;
-#else
-    getcontext(&at);
-    at.uc_stack.ss_sp = stack.get();
-    at.uc_stack.ss_size = kStack;
-    at.uc_link = nullptr;
-    makecontext(&at, entry, 0);
-#endif
-  }
-};
-
-#ifdef __SANITIZE_ADDRESS__
-const void* main_bottom = nullptr;
-size_t main_size = 0;
-#endif
-
-void jump(Fiber& from, Fiber& to) {
-#ifdef __SANITIZE_ADDRESS__
-  void* fake = nullptr;
-  const bool home = !to.stack;
-  __sanitizer_start_switch_fiber(&fake, home ? main_bottom : to.stack.get(),
-                                 home ? main_size : kStack);
-#endif
-#ifdef __x86_64__
-  emulator_switch(&from.at, to.at);
-#else
-  swapcontext(&from.at, &to.at);
-#endif
-#ifdef __SANITIZE_ADDRESS__
-  __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
-#endif
-}
 
 // --- The state of a run --------------------------------------------------------------------------
 
 struct Copy {
   uint32_t to;
   const char* from;
-  int bytes, valid;
+  int bytes, valid, group;
 };
 struct Access {
   uint32_t at;
   int bytes;
 };
-enum class State { kReady, kAtBarrier, kInWarp, kDone };
 
 struct Thread {
   Fiber fiber;
   Index index;
-  int number;
-  State state;
   void* argument;
-  std::vector<Copy> open;                 // not yet committed
-  std::vector<std::vector<Copy>> groups;  // committed, not yet waited for
-  std::vector<Access> accesses;           // since its warp last met
+  std::vector<Copy> copies;      // those not yet waited for, from `delivered` on
+  size_t delivered;              // how many of them have arrived
+  int committed;                 // groups
+  std::vector<Access> accesses;  // since its warp last met
 };
 struct Warp {
+  uint32_t ready;  // the lanes that can run
   int arrived, left;
   uint32_t epoch;  // counts the points that order the memory accesses of its lanes
   Kind kind;
 };
 // What is known about two bytes of shared memory.
 struct Cell {
-  uint64_t written = 0, read = 0;                         // in which epoch of the block
+  uint32_t written = 0, read = 0;                         // in which epoch of the machine
   uint32_t written_warp = 0, read_warp = 0, readers = 0;  // epochs of the warp; warps that read
   int16_t writer = -1, reader = -1;                       // reader: -2 = several
   int16_t in_flight = -1;                                 // whose copy
@@ -148,10 +64,11 @@ struct Machine {
   std::vector<Warp> warps;
   std::unique_ptr<char[]> shared;  // exactly as many bytes as asked for
   std::vector<Cell> cells;
-  int64_t shared_bytes = 0;
   int count = 0, running = 0, at_barrier = 0, left = 0, stickiness = 0;
+  uint32_t ready = 0;  // the warps with lanes that can run
   bool votes = false, result = false, failed = false;
-  uint64_t epoch = 1;
+  bool watched = true;  // whether races are looked for in this block
+  uint32_t epoch = 1;
   Index block, grid, extent;
 };
 Machine m;
@@ -166,24 +83,20 @@ uint64_t draw() {
 Thread& self() { return m.threads[m.running]; }
 Warp& my_warp() { return m.warps[m.running / 32]; }
 
+// One of the bits that are set: the first from a place on that luck chooses.
+int any_bit(uint32_t bits, uint64_t luck) {
+  const int start = (int)(luck & 31);
+  return (start + std::countr_zero(std::rotr(bits, start))) & 31;
+}
+
 // Hands over to another thread that can run: often of the same warp, so that warps run apart.
-void give_way(State state) {
+void give_way(bool ready) {
   Thread& old = self();
-  old.state = state;
-  int next = -1;
-  const int warps = (int)m.warps.size(), home = m.running / 32;
-  const auto ready_in = [&](int warp) {
-    const int first = warp * 32, size = std::min(32, m.count - first), start = (int)(draw() % 32);
-    for (int i = 0; i < 32; i++) {
-      const int lane = (start + i) % 32;
-      if (lane < size && m.threads[first + lane].state == State::kReady) return first + lane;
-    }
-    return -1;
-  };
-  if ((int)(draw() % 64) < m.stickiness) next = ready_in(home);
-  for (int i = 0, start = (int)(draw() % warps); i < warps && next < 0; i++)
-    next = ready_in((start + i) % warps);
-  if (next < 0) {
+  int warp = m.running / 32;
+  const uint32_t lane = 1u << m.running % 32;
+  m.warps[warp].ready = ready ? m.warps[warp].ready | lane : m.warps[warp].ready & ~lane;
+  m.ready = m.warps[warp].ready ? m.ready | 1u << warp : m.ready & ~(1u << warp);
+  if (!m.ready) {
     if (m.left == m.count) {
       jump(old.fiber, m.home);
       return;
@@ -191,6 +104,9 @@ void give_way(State state) {
     fail("deadlock: %d threads at a barrier, %d have left, the others wait for their warp",
          m.at_barrier, m.left);
   }
+  const uint64_t luck = draw();
+  if ((int)(luck & 63) >= m.stickiness || !m.warps[warp].ready) warp = any_bit(m.ready, luck >> 6);
+  const int next = warp * 32 + any_bit(m.warps[warp].ready, luck >> 11);
   if (next == m.running) return;
   m.running = next;
   jump(old.fiber, m.threads[next].fiber);
@@ -235,12 +151,6 @@ void count_accesses(int warp) {
     count_passes(lanes, size, copies ? m.report.copies : m.report.plain);
   }
   for (int i = 0; i < size; i++) m.threads[first + i].accesses.clear();
-}
-
-void check_address(uint32_t at, int bytes) {
-  if ((int64_t)at + bytes > m.shared_bytes)
-    fail("shared memory: %d bytes at %u, of %lld", bytes, at, (long long)m.shared_bytes);
-  if (at % bytes) fail("shared memory: %d bytes at %u are not aligned", bytes, at);
 }
 
 // Two accesses of which one writes must be ordered: by a barrier, or by sync_warp in one warp.
@@ -290,22 +200,22 @@ void note_write(int thread, uint32_t at, int bytes, int in_flight) {
   }
 }
 
+void all_are_ready() {
+  for (Warp& warp : m.warps) warp.ready = ~0u;
+  m.ready = ~0u >> (32 - m.warps.size());
+}
+
 void thread_main() {
-#ifdef __SANITIZE_ADDRESS__
-  if (!main_bottom)
-    __sanitizer_finish_switch_fiber(nullptr, &main_bottom, &main_size);
-  else
-    __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
-#endif
+  arrived();
   (*m.body)();
   Thread& thread = self();
-  if (!thread.open.empty() || !thread.groups.empty()) fail("a thread left with copies under way");
+  if (thread.delivered < thread.copies.size()) fail("a thread left with copies under way");
   if (m.at_barrier) fail("a thread left while others wait at a barrier");
   Warp& warp = my_warp();
   if (warp.arrived) fail("a lane left while its warp waits for it");
   m.left++;
   warp.left++;
-  give_way(State::kDone);
+  give_way(false);
 }
 
 void run_block(int threads) {
@@ -314,17 +224,19 @@ void run_block(int threads) {
   m.votes = false;
   m.epoch++;
   m.stickiness = (int[]){0, 32, 62}[draw() % 3];
+  m.watched = draw() % (uint64_t)m.options.watched == 0;
+  shared.noted = m.watched || m.options.traffic;
+  all_are_ready();
   for (Warp& warp : m.warps) warp.arrived = warp.left = 0;
-  memset(m.shared.get(), 0xff, (size_t)m.shared_bytes);  // NaN, in every floating-point type
+  memset(shared.bytes, 0xff, (size_t)shared.size);  // NaN, in every floating-point type
   for (int i = 0; i < threads; i++) {
     Thread& t = m.threads[i];
-    t.number = i;
     t.index = {(unsigned)i, 0, 0};
-    t.state = State::kReady;
-    t.open.clear();
-    t.groups.clear();
+    t.copies.clear();
+    t.delivered = 0;
+    t.committed = 0;
     t.accesses.clear();
-    t.fiber.prepare(thread_main);
+    t.fiber.prepare(thread_main, i);
   }
   m.running = (int)(draw() % threads);
   jump(m.home, m.threads[m.running].fiber);
@@ -335,6 +247,8 @@ void run_block(int threads) {
 }
 
 }  // namespace
+
+Shared shared;
 
 const char* refuse(const char* what, int64_t number) {
   if (m.error.empty())
@@ -353,7 +267,6 @@ int64_t grid_limit() { return m.options.grid_limit; }
 const char* error() { return m.error.empty() ? nullptr : m.error.c_str(); }
 
 const char* run(Extent grid, int threads, int shared_bytes, const std::function<void()>& body) {
-  m.failed = false;
   m.body = &body;
   if (threads < 1 || threads > 1024 || threads % 32) return refuse("threads of a block", threads);
   if (shared_bytes > m.options.shared_limit) return refuse("bytes of shared memory", shared_bytes);
@@ -361,9 +274,11 @@ const char* run(Extent grid, int threads, int shared_bytes, const std::function<
   if (std::max(grid.y, grid.z) > m.options.grid_limit) return refuse("blocks along y or z", grid.y);
   m.report.launches++;
   m.report.shared_bytes = std::max<int64_t>(m.report.shared_bytes, shared_bytes);
-  m.shared_bytes = shared_bytes;
   m.shared.reset(new char[shared_bytes]);
-  m.cells.assign((size_t)(shared_bytes + 1) / 2, Cell{});
+  shared = {m.shared.get(), shared_bytes, false};
+  const size_t cells = (size_t)(shared_bytes + 1) / 2;
+  if (m.failed || m.cells.size() < cells) m.cells.assign(cells, Cell{});  // others are of the past
+  m.failed = false;
   if ((int)m.threads.size() < threads) m.threads.resize(threads);
   m.warps.assign((size_t)threads / 32, Warp{});
   m.grid = {(unsigned)grid.x, (unsigned)grid.y, (unsigned)grid.z};
@@ -395,17 +310,17 @@ void fail(const char* format, ...) {
   __builtin_unreachable();
 }
 
-const Index& thread_index() { return self().index; }
-const Index& block_index() { return m.block; }
-const Index& grid_extent() { return m.grid; }
-const Index& block_extent() { return m.extent; }
+Index thread_index() { return self().index; }
+Index block_index() { return m.block; }
+Index grid_extent() { return m.grid; }
+Index block_extent() { return m.extent; }
 
 bool sync_block(bool value) {
   m.votes |= value;
   if (m.left) fail("a barrier after a thread has left");
   if (my_warp().arrived) fail("a lane is at a barrier while its warp waits for it");
   if (++m.at_barrier < m.count) {
-    give_way(State::kAtBarrier);
+    give_way(false);
     return m.result;
   }
   m.at_barrier = 0;
@@ -413,10 +328,10 @@ bool sync_block(bool value) {
   m.votes = false;
   m.epoch++;
   m.report.barriers++;
-  for (int i = 0; i < m.count; i++) m.threads[i].state = State::kReady;
+  all_are_ready();
   const bool result = m.result;
   for (size_t w = 0; w < m.warps.size(); w++) count_accesses((int)w);
-  give_way(State::kReady);
+  give_way(true);
   return result;
 }
 
@@ -427,70 +342,65 @@ void together(Kind kind, void* mine, void (*work)(void* const* lanes)) {
     fail("the lanes of a warp do different things: %d and %d", (int)warp.kind, (int)kind);
   warp.kind = kind;
   self().argument = mine;
-  if (++warp.arrived < 32) return give_way(State::kInWarp);
+  if (++warp.arrived < 32) return give_way(false);
   void* lanes[32];
   const int first = m.running / 32 * 32;
   for (int i = 0; i < 32; i++) {
     lanes[i] = m.threads[first + i].argument;
-    m.threads[first + i].state = State::kReady;
   }
   warp.arrived = 0;
+  warp.ready = ~0u;
   count_accesses(m.running / 32);
   work(lanes);
-  give_way(State::kReady);
+  give_way(true);
 }
 
 void sync_warp() {
   together(Kind::kSync, nullptr, [](void* const*) { my_warp().epoch++; });
 }
 
-void read_shared(uint32_t at, void* to, int bytes) {
-  check_address(at, bytes);
-  note_read(m.running, at, bytes);
-  if (m.options.traffic) self().accesses.push_back({at, bytes});
-  memcpy(to, m.shared.get() + at, (size_t)bytes);
+void bad_address(uint32_t at, int bytes) {
+  if ((int64_t)at + bytes > shared.size)
+    fail("shared memory: %d bytes at %u, of %lld", bytes, at, (long long)shared.size);
+  fail("shared memory: %d bytes at %u are not aligned", bytes, at);
 }
-void write_shared(uint32_t at, const void* from, int bytes) {
-  check_address(at, bytes);
-  note_write(m.running, at, bytes, -1);
+void note_shared(bool write, uint32_t at, int bytes) {
+  if (m.watched) write ? note_write(m.running, at, bytes, -1) : note_read(m.running, at, bytes);
   if (m.options.traffic) self().accesses.push_back({at, bytes});
-  memcpy(m.shared.get() + at, from, (size_t)bytes);
 }
 void read_matrix_rows(const uint32_t* rows, char (*to)[16]) {
   Access lanes[32];
   for (int i = 0; i < 32; i++) {
-    check_address(rows[i], 16);
-    note_read(m.running / 32 * 32 + i, rows[i], 16);
-    memcpy(to[i], m.shared.get() + rows[i], 16);
+    check_address<16>(rows[i]);
+    if (m.watched) note_read(m.running / 32 * 32 + i, rows[i], 16);
+    memcpy(to[i], shared.bytes + rows[i], 16);
     lanes[i] = {rows[i], 16};
   }
   if (m.options.traffic) count_passes(lanes, 32, m.report.matrices);
 }
 
 void copy_async(uint32_t to, const void* from, int bytes, int valid) {
-  check_address(to, bytes);
   if ((uintptr_t)from % (uintptr_t)bytes)
     fail("a copy of %d bytes from %p is not aligned", bytes, from);
   if (valid < 0 || valid > bytes) fail("a copy of %d bytes, of which %d are there", bytes, valid);
-  note_write(m.running, to, bytes, m.running);
-  memset(m.shared.get() + to, 0xff, (size_t)bytes);
-  if (m.options.traffic) self().accesses.push_back({to, -bytes});
-  self().open.push_back({to, (const char*)from, bytes, valid});
+  Thread& t = self();
+  if (m.watched) note_write(m.running, to, bytes, m.running);
+  memset(shared.bytes + to, 0xff, (size_t)bytes);
+  if (m.options.traffic) t.accesses.push_back({to, -bytes});
+  t.copies.push_back({to, (const char*)from, bytes, valid, t.committed});
 }
-void copy_commit() {
-  self().groups.push_back(std::move(self().open));
-  self().open.clear();
-}
+void copy_commit() { self().committed++; }
 void copy_wait(int latest) {
   Thread& t = self();
-  while ((int)t.groups.size() > latest) {
-    for (const Copy& copy : t.groups.front()) {
-      note_write(m.running, copy.to, copy.bytes, -1);
-      memcpy(m.shared.get() + copy.to, copy.from, (size_t)copy.valid);
-      memset(m.shared.get() + copy.to + copy.valid, 0, (size_t)(copy.bytes - copy.valid));
-    }
-    t.groups.erase(t.groups.begin());
+  for (; t.delivered < t.copies.size(); t.delivered++) {
+    const Copy& copy = t.copies[t.delivered];
+    if (copy.group >= t.committed - latest) return;
+    if (m.watched) note_write(m.running, copy.to, copy.bytes, -1);
+    memcpy(shared.bytes + copy.to, copy.from, (size_t)copy.valid);
+    memset(shared.bytes + copy.to + copy.valid, 0, (size_t)(copy.bytes - copy.valid));
   }
+  t.copies.clear();
+  t.delivered = 0;
 }
 void count_product() { m.report.products++; }
 

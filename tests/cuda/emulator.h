@@ -2,6 +2,7 @@
 // machine, for tile_host.h; launches; the report of a run.
 #pragma once
 #include <stdint.h>
+#include <string.h>
 
 #include <functional>
 
@@ -21,6 +22,7 @@ struct Options {
   int64_t shared_limit = 99 * 1024;  // of a block: that of compute capability 8.6 and 8.9
   int64_t grid_limit = 65535;        // of y and z; a smaller one makes small problems pass it
   int64_t traffic = 1;               // whether to count bank conflicts, which takes time
+  int64_t watched = 1;               // races are looked for in one of so many blocks: that too
 };
 
 // What one kind of access to shared memory cost, in passes over the 32 banks.
@@ -47,11 +49,11 @@ struct Extent {
 // Runs body once for each thread of the grid; nullptr, or what went wrong.
 const char* run(Extent grid, int threads, int shared_bytes, const std::function<void()>& body);
 
-// For the running thread.
-const Index& thread_index();
-const Index& block_index();
-const Index& grid_extent();
-const Index& block_extent();
+// For the running thread, which never becomes another: a compiler may ask once.
+__attribute__((const)) Index thread_index();
+__attribute__((const)) Index block_index();
+__attribute__((const)) Index grid_extent();
+__attribute__((const)) Index block_extent();
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 bool sync_block(bool value);  // the same for all: whether any gave true
 void sync_warp();
@@ -61,8 +63,32 @@ enum class Kind { kShuffle, kBallot, kLoadMatrices, kProduct, kSync };
 void together(Kind kind, void* mine, void (*work)(void* const* lanes));
 
 // Accesses to shared memory, checked: bounds, alignment, races, bytes that are still in flight.
-void read_shared(uint32_t at, void* to, int bytes);
-void write_shared(uint32_t at, const void* from, int bytes);
+struct Shared {
+  char* bytes;
+  int64_t size;
+  bool noted;  // whether accesses are of interest beyond their bounds
+};
+extern Shared shared;  // of the running block
+[[noreturn]] void bad_address(uint32_t at, int bytes);
+void note_shared(bool write, uint32_t at, int bytes);
+template <int kBytes>
+void check_address(uint32_t at) {
+  if (at % kBytes || at + (int64_t)kBytes > shared.size) bad_address(at, kBytes);
+}
+template <class T>
+T read_shared(uint32_t at) {
+  T value;
+  check_address<sizeof(T)>(at);
+  if (shared.noted) note_shared(false, at, sizeof(T));
+  memcpy(&value, shared.bytes + at, sizeof(T));
+  return value;
+}
+template <class T>
+void write_shared(uint32_t at, const T& value) {
+  check_address<sizeof(T)>(at);
+  if (shared.noted) note_shared(true, at, sizeof(T));
+  memcpy(shared.bytes + at, &value, sizeof(T));
+}
 void read_matrix_rows(const uint32_t* rows, char (*to)[16]);
 void copy_async(uint32_t to, const void* from, int bytes, int valid);
 void copy_commit();

@@ -77,7 +77,7 @@ class AttentionTangent(ctypes.Structure):
 
 
 class Options(ctypes.Structure):
-    _fields_ = _fields(("i64", "seed shared_limit grid_limit traffic"))
+    _fields_ = _fields(("i64", "seed shared_limit grid_limit traffic watched"))
 
 
 class Traffic(ctypes.Structure):

@@ -11,13 +11,11 @@ namespace mha_ext::cuda {
 
 template <class T>
 T load_shared(Address at) {
-  T value;
-  emulator::read_shared(at, &value, sizeof(T));
-  return value;
+  return emulator::read_shared<T>(at);
 }
 template <class T>
 void store_shared(Address at, T value) {
-  emulator::write_shared(at, &value, sizeof(T));
+  emulator::write_shared(at, value);
 }
 
 inline void sync_block() { emulator::sync_block(false); }
@@ -65,6 +63,7 @@ T shuffle_xor(T value, int lanes) {
 template <int kBytes>
 void copy_async(Address to, const void* from, int bytes) {
   static_assert(kBytes == 4 || kBytes == 16);
+  emulator::check_address<kBytes>(to);
   emulator::copy_async(to, from, kBytes, bytes);
 }
 inline void copy_commit() { emulator::copy_commit(); }
@@ -150,7 +149,7 @@ void multiply_add(S, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
     const auto element = [](uint32_t pair, int i) {
       return widen(S{(uint16_t)(pair >> 16 * (i & 1))});
     };
-    float a[16][16], b[16][8];
+    float a[16][16], b[16][8], c[16][8];
     for (int i = 0; i < 32; i++) {
       const Product<S>& lane = *(Product<S>*)lanes[i];
       const int g = i / 4, t = i % 4;
@@ -163,16 +162,16 @@ void multiply_add(S, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
         b[2 * t + 8 + e][g] = element(lane.b[1], e);
       }
     }
-    for (int i = 0; i < 32; i++) {
-      const Product<S>& lane = *(Product<S>*)lanes[i];
-      const int g = i / 4, t = i % 4;
-      for (int e = 0; e < 4; e++) {
-        const int row = g + e / 2 * 8, column = 2 * t + e % 2;
-        float sum = lane.c[e];
-        for (int k = 0; k < 16; k++) sum += a[row][k] * b[k][column];
-        lane.c[e] = sum;
-      }
-    }
+    const auto each_sum = [&](auto what) {
+      for (int i = 0; i < 32; i++)
+        for (int e = 0; e < 4; e++)
+          what(((Product<S>*)lanes[i])->c[e], c[i / 4 + e / 2 * 8][2 * (i % 4) + e % 2]);
+    };
+    each_sum([](float lane, float& sum) { sum = lane; });
+    for (int row = 0; row < 16; row++)
+      for (int k = 0; k < 16; k++)
+        for (int column = 0; column < 8; column++) c[row][column] += a[row][k] * b[k][column];
+    each_sum([](float& lane, float sum) { lane = sum; });
   });
 }
 
