@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "direct.h"
 #include "explain.h"
 
 // setup.py defines these; a build by hand need not.
@@ -372,6 +373,7 @@ query [B, Lq, H * D], key [B, Lk, Hkv * D], value [B, Lk, Hkv * Dv], where H = n
 Hkv = num_kv_heads (num_heads where it is None). Heads are split and merged by strides: nothing is
 copied. The rest as for attention_forward.)");
 
+  bind_direct(m);
   bind_explain(m);
 
   m.def(

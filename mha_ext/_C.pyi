@@ -128,6 +128,29 @@ def attention_weights(
 ) -> Tensor:
     """torch.ops.mha_ext.attention_weights: P [B, H, Lq, Lk], or of the heads and rows asked for."""
 
+def is_direct(query: object, key: object, value: object, *optional: object) -> bool:
+    """Whether attention_direct takes them: query [B, H, Lq, D], all plain tensors, no function mode active."""
+
+def attention_direct(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    corner: str | None,
+    window_left: int | None,
+    window_right: int | None,
+    dropout_p: float,
+    scale: float | None,
+    uniform_empty_rows: bool,
+    origin: Sequence[int] | None,
+    only_out: bool,
+    /,
+) -> Any:
+    """torch.ops.mha_ext.attention_forward for the tensors that is_direct accepts; only_out: out alone."""
+
 def multi_head_attention(
     query: Tensor,
     key: Tensor,

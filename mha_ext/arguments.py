@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 Causal: TypeAlias = bool | Literal["upper_left", "lower_right"]
@@ -95,6 +96,25 @@ def check_tensors(
         raise TypeError(not_a_tensor("key_lengths", key_lengths))
 
 
+def check_all_tensors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+) -> None:
+    check_tensors(query, key, mask, bias, key_lengths)
+    if not isinstance(value, Tensor):
+        raise TypeError(not_a_tensor("value", value))
+    if seed is not None and not isinstance(seed, Tensor):
+        raise TypeError(
+            "seed must be an int64 tensor of shape [2] on query's device, "
+            f"not {describe(seed)}; pass torch.tensor([seed, 0], device=query.device)"
+        )
+
+
 def diagonal(
     query: Tensor, key: Tensor, key_lengths: Tensor | None, causal: Causal, window: Window | None
 ) -> tuple[str | None, int | None, int | None]:
@@ -129,11 +149,42 @@ def diagonal(
     return None, left, right
 
 
+def resolved(
+    query: Tensor,
+    key: Tensor,
+    key_lengths: Tensor | None,
+    causal: Causal,
+    window: Window | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    scale: float | None,
+    empty_rows: EmptyRows,
+    draw: bool,
+) -> tuple[Tensor | None, str | None, int | None, int | None, float | None, bool]:
+    """What is not a tensor, checked: seed (drawn where it is needed), corner, left, right, scale, uniform."""
+    corner, left, right = None, None, None
+    if causal is not False or window is not None:
+        corner, left, right = diagonal(query, key, key_lengths, causal, window)
+    if type(dropout_p) is not float or not 0.0 <= dropout_p < 1.0:
+        check_dropout("dropout_p", dropout_p)
+    if scale is not None:
+        scale = scale_of(query, scale)
+    uniform = empty_rows != "zero" and is_uniform(empty_rows)
+    if seed is None and dropout_p > 0.0 and draw:
+        seed = torch.randint(0, 2**32, (2,), device=query.device)
+    return seed, corner, left, right, scale, uniform
+
+
 def changed_options(
-    corner: str | None, left: int | None, right: int | None, uniform_empty_rows: bool
+    corner: str | None,
+    left: int | None,
+    right: int | None,
+    uniform_empty_rows: bool,
+    dropout_p: float,
+    scale: float,
 ) -> dict[str, Any]:
     """Those that are not the operators' own defaults: each that is passed costs time, even as None."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"scale": scale}
     if corner is not None:
         options["corner"] = corner
     if left is not None:
@@ -142,6 +193,8 @@ def changed_options(
         options["window_right"] = right
     if uniform_empty_rows:
         options["uniform_empty_rows"] = True
+    if dropout_p:
+        options["dropout_p"] = dropout_p
     return options
 
 

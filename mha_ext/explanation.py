@@ -11,8 +11,15 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from mha_ext import _C, transforms
-from mha_ext.arguments import Causal, EmptyRows, Window
-from mha_ext.functional import operator_options
+from mha_ext.arguments import (
+    Causal,
+    EmptyRows,
+    Window,
+    changed_options,
+    check_all_tensors,
+    resolved,
+    scale_of,
+)
 from mha_ext.report import plain_table
 
 
@@ -155,20 +162,11 @@ def explain(
     """
     if seed is None and isinstance(query, Tensor):
         seed = torch.zeros(2, dtype=torch.int64, device=query.device)
-    _, options = operator_options(
-        query,
-        key,
-        value,
-        mask,
-        bias,
-        key_lengths,
-        causal,
-        window,
-        dropout_p,
-        seed,
-        scale,
-        empty_rows,
+    check_all_tensors(query, key, value, mask, bias, key_lengths, seed)
+    _, corner, left, right, scale, uniform = resolved(
+        query, key, key_lengths, causal, window, dropout_p, seed, scale, empty_rows, False
     )
+    options = changed_options(corner, left, right, uniform, dropout_p, scale_of(query, scale))
     inputs = (query, key, value, bias)
     wanted = [x is not None and x.requires_grad for x in inputs]
     if not any(wanted):

@@ -7,19 +7,20 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from mha_ext import _C
 from mha_ext.arguments import (
     Causal,
     EmptyRows,
     Window,
     changed_options,
-    check_dropout,
+    check_all_tensors,
     check_tensors,
-    describe,
     diagonal,
     indices,
     is_uniform,
-    not_a_tensor,
+    resolved,
     scale_of,
 )
 
@@ -124,21 +125,23 @@ def attention(
     Sources: Vaswani et al., "Attention Is All You Need" (2017), equation 1; Dao et al., "FlashAttention" (2022) and
     Dao, "FlashAttention-2" (2023), algorithms 1 and 2.
     """
-    out, lse, _ = attention_with_lse(
+    found = _attend(
         query,
         key,
         value,
         mask,
-        bias=bias,
-        key_lengths=key_lengths,
-        causal=causal,
-        window=window,
-        dropout_p=dropout_p,
-        seed=seed,
-        scale=scale,
-        empty_rows=empty_rows,
+        bias,
+        key_lengths,
+        causal,
+        window,
+        dropout_p,
+        seed,
+        scale,
+        empty_rows,
+        None,
+        not return_lse,
     )
-    return (out, lse) if return_lse else out
+    return (found[0], found[1]) if return_lse else found
 
 
 def attention_with_lse(
@@ -161,8 +164,7 @@ def attention_with_lse(
 
     ``origin``: the global position (batch, head, query, key) of the first element, where the tensors are shards.
     """
-    sharded = type(query) is not Tensor and hasattr(query, "device_mesh")  # a DTensor
-    drawn, options = operator_options(
+    return _attend(
         query,
         key,
         value,
@@ -175,19 +177,12 @@ def attention_with_lse(
         seed,
         scale,
         empty_rows,
-        draw=not sharded,
+        origin if any(origin) else None,
+        False,
     )
-    if any(origin):
-        options["origin"] = origin
-    if sharded:
-        from mha_ext.distributed.sharding import attention_of_dtensors
-
-        return attention_of_dtensors(query, key, value, mask, bias, key_lengths, drawn, options)
-    out, lse, lse_low = _forward(query, key, value, mask, bias, key_lengths, drawn, **options)
-    return out, lse, lse_low
 
 
-def operator_options(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -200,29 +195,51 @@ def operator_options(
     seed: Tensor | None,
     scale: float | None,
     empty_rows: EmptyRows,
-    *,
-    draw: bool = True,
-) -> tuple[Tensor | None, dict[str, Any]]:
-    """The checks of `attention`; the seed, drawn where it is needed, and the operator's keyword arguments."""
-    check_tensors(query, key, mask, bias, key_lengths)
-    if not isinstance(value, Tensor):
-        raise TypeError(not_a_tensor("value", value))
-    corner, left, right = diagonal(query, key, key_lengths, causal, window)
-    if type(dropout_p) is not float or not 0.0 <= dropout_p < 1.0:
-        check_dropout("dropout_p", dropout_p)
-    if seed is None:
-        if dropout_p > 0.0 and draw:
-            seed = torch.randint(0, 2**32, (2,), device=query.device)
-    elif not isinstance(seed, Tensor):
-        raise TypeError(
-            "seed must be an int64 tensor of shape [2] on query's device, "
-            f"not {describe(seed)}; pass torch.tensor([seed, 0], device=query.device)"
+    origin: tuple[int, int, int, int] | None,
+    only_out: bool,
+) -> Any:
+    """The call of the operator; ``only_out``: out alone, not (out, lse, lse_low)."""
+    # A compiler is shown the operator, which _C.attention_direct calls without torch.ops (csrc/direct.cpp).
+    direct = not is_dynamo_compiling() and _C.is_direct(
+        query, key, value, mask, bias, key_lengths, seed
+    )
+    if not direct:
+        check_all_tensors(query, key, value, mask, bias, key_lengths, seed)
+    sharded = (
+        not direct and type(query) is not Tensor and hasattr(query, "device_mesh")
+    )  # a DTensor
+    seed, corner, left, right, scale, uniform = resolved(
+        query, key, key_lengths, causal, window, dropout_p, seed, scale, empty_rows, not sharded
+    )
+    if direct:
+        return _C.attention_direct(
+            query,
+            key,
+            value,
+            mask,
+            bias,
+            key_lengths,
+            seed,
+            corner,
+            left,
+            right,
+            dropout_p,
+            scale,
+            uniform,
+            origin,
+            only_out,
         )
-    options = changed_options(corner, left, right, is_uniform(empty_rows))
-    if dropout_p:
-        options["dropout_p"] = dropout_p
-    options["scale"] = scale_of(query, scale)
-    return seed, options
+    options = changed_options(corner, left, right, uniform, dropout_p, scale_of(query, scale))
+    if origin is not None:
+        options["origin"] = origin
+    tensors = (query, key, value, mask, bias, key_lengths, seed)
+    if sharded:
+        from mha_ext.distributed.sharding import attention_of_dtensors
+
+        found = attention_of_dtensors(*tensors, options)
+    else:
+        found = _forward(*tensors, **options)
+    return found[0] if only_out else found
 
 
 def attention_weights(
@@ -291,8 +308,9 @@ def weights_from_lse(
 ) -> Tensor:
     """`attention_weights` for whoever has the results of `attention_with_lse`: one pass over the keys less."""
     corner, left, right = diagonal(query, key, key_lengths, causal, window)
-    options = changed_options(corner, left, right, is_uniform(empty_rows))
-    options |= {"scale": scale_of(query, scale), "heads": heads, "rows": rows}
+    uniform, scale = is_uniform(empty_rows), scale_of(query, scale)
+    options = changed_options(corner, left, right, uniform, 0.0, scale)
+    options |= {"heads": heads, "rows": rows}
     tensors = (query, key, lse, lse_low, mask, bias, key_lengths)
     if type(query) is not Tensor and hasattr(query, "device_mesh"):  # a DTensor
         from mha_ext.distributed.sharding import weights_of_dtensors

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_ext
 from mha_ext import _C, reference
@@ -114,6 +116,90 @@ def test_gradients_flow() -> None:
     out, lse = reference.attention(*leaves, bias=bias, return_lse=True)
     wanted = torch.autograd.grad(out.sin().sum() + lse.sin().sum(), [*leaves, bias])
     torch.testing.assert_close(found, wanted)
+
+
+# the call of mha_ext.attention
+
+
+class Wrapped(Tensor):
+    """A subclass without anything of its own."""
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_direct_is_the_operator() -> None:
+    query, key, value = tensors()
+    pair, seed = pairs(), torch.tensor([3, 4])
+    inputs = (query, key, value, *pair.values(), seed)
+    assert _C.is_direct(*inputs) and _C.is_direct(nn.Parameter(query), key, value, None)
+    found = _C.attention_direct(*inputs, "lower_right", 4, 0, 0.2, 0.3, True, (1, 2, 3, 4), False)
+    wanted = torch.ops.mha_ext.attention_forward(
+        *inputs,
+        corner="lower_right",
+        window_left=4,
+        window_right=0,
+        dropout_p=0.2,
+        scale=0.3,
+        uniform_empty_rows=True,
+        origin=(1, 2, 3, 4),
+    )
+    assert isinstance(found, tuple) and all(map(torch.equal, found, wanted))
+    none = [None] * 4
+    out = _C.attention_direct(
+        query, key, value, *none, None, None, None, 0.0, None, False, None, True
+    )
+    plain = torch.ops.mha_ext.attention_forward(query, key, value, *none, scale=D**-0.5)
+    assert torch.equal(out, plain[0])
+
+
+def test_direct_refuses_what_torch_must_see() -> None:
+    query, key, value = tensors()
+    wrapped = query.as_subclass(Wrapped)
+    assert _C.is_direct(query, key, value)
+    others = [
+        (wrapped, key, value),
+        (query, key, None),
+        (query, [1.0], value),
+        (query[0], key, value),
+    ]
+    for given in (*others, (query, key), (query, key, value, wrapped)):
+        assert not _C.is_direct(*given)
+    with Functions():
+        assert not _C.is_direct(query, key, value)
+    with pytest.raises(TypeError, match="attention_direct must be given what is_direct accepts"):
+        _C.attention_direct(wrapped, key, value)
+
+
+def test_attention_is_seen_by_modes_and_subclasses() -> None:
+    query, key, value = tensors()
+    op, wanted = torch.ops.mha_ext.attention_forward.default, mha_ext.attention(query, key, value)
+    with Functions() as functions:
+        assert torch.equal(mha_ext.attention(query, key, value), wanted)
+    assert op in functions.seen
+
+    class Dispatched(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            dispatched.append(func)
+            return func(*args, **(kwargs or {}))
+
+    dispatched: list[Any] = []
+    with Dispatched():
+        out = mha_ext.attention(query, key, value)
+    assert dispatched == [op] and torch.equal(out, wanted)
+    out = mha_ext.attention(query.as_subclass(Wrapped), key, value)
+    assert type(out) is Wrapped and torch.equal(out.as_subclass(Tensor), wanted)
 
 
 # multi_head_attention
@@ -275,7 +361,7 @@ def test_ceilings() -> None:
 
 def test_every_function_is_documented() -> None:
     names = [name for name in dir(_C) if not name.startswith("_")]
-    assert len(names) == 15, names
+    assert len(names) == 17, names
     for name in names:
         text = getattr(_C, name).__doc__
         assert len(text.splitlines()) > 1, name  # the signature, and what it does
