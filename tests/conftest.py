@@ -19,19 +19,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cases",
         type=int,
+        default=0,
         metavar="N",
-        help="with --device: so many cases of each test; 0 = all (default: 12 on the emulator)",
+        help="with --device: so many cases of each test; 0 = all, the default",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     chosen = config.getoption("--device")
     if chosen != "cpu":
+        import sizes
         from devices import Elsewhere, device
 
+        sizes.on_emulator = chosen == "emulator"
         config.pluginmanager.register(Elsewhere(device(chosen), config.getoption("--cases")))
     config.addinivalue_line("markers", "isa: faces the kernels; run it again for every ISA")
     config.addinivalue_line("markers", "own_process: starts a process; not with --device")
+    config.addinivalue_line("markers", "cpu_alone(why): not with --device")
+    config.addinivalue_line("markers", "xdist_group(name): in one process of pytest-xdist")
     config.addinivalue_line("markers", "slow: minutes or gigabytes; runs with --slow")
 
 

@@ -40,7 +40,6 @@ class Device(Protocol):
 
     name: str
     work_of_a_test: float  # multiply-adds that a test may ask for
-    parameters: int  # of each test function, so many cases run; 0 = all
     widest: int  # columns of query or value
 
     def has(self, operator: str) -> bool:
@@ -55,7 +54,7 @@ class Device(Protocol):
 class Gpu:
     """The CUDA key itself; tensors go there and come back with their strides."""
 
-    name, work_of_a_test, parameters, widest = "the CUDA kernels", float("inf"), 0, 256
+    name, work_of_a_test, widest = "the CUDA kernels", float("inf"), 256
 
     def has(self, operator: str) -> bool:
         return torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CUDA")
@@ -101,15 +100,30 @@ def no_gpu() -> str:
     return ""
 
 
+def why_not_there(item: pytest.Item) -> str:
+    """Why a test cannot be asked of another device; empty where it can."""
+    if "isa" not in item.keywords:
+        return "faces no kernel"
+    if "own_process" in item.keywords:
+        return "starts a process"
+    alone = item.get_closest_marker("cpu_alone")
+    return alone.args[0] if alone else ""
+
+
+def function_of(item: pytest.Item) -> str:
+    return item.nodeid.split("[")[0]
+
+
 class Elsewhere:
     """The plugin."""
 
-    def __init__(self, device: Device, parameters: int | None = None) -> None:
+    def __init__(self, device: Device, cases: int = 0) -> None:
         self.device = device
-        self.parameters = device.parameters if parameters is None else parameters
+        self.cases = cases  # of each test function, so many run; 0 = all
         self.lock = threading.RLock()
-        self.calls = self.launches = self.all_launches = self.ran = 0
+        self.calls = self.launches = self.all_launches = 0
         self.work, self.refused = 0.0, ""
+        self.passed: Counter[str] = Counter()  # cases of each test function
         self.left_out: Counter[str] = Counter()
         self.deselected: Counter[str] = Counter()
         names = sorted(
@@ -129,8 +143,22 @@ class Elsewhere:
                 operator = getattr(torch.ops.mha_ext, short).default
                 self.operators.impl(short, self._kernel(operator), "CPU", allow_override=True)
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self.operators._destroy()
+        if hasattr(session.config, "workeroutput"):  # one process of several (pytest-xdist)
+            found = (self.passed, self.left_out, self.deselected)
+            session.config.workeroutput["elsewhere"] = [dict(counter) for counter in found]
+            session.config.workeroutput["launches"] = self.all_launches
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """One of several processes has ended, each of which has collected all tests."""
+        if "elsewhere" in getattr(node, "workeroutput", {}):
+            passed, left_out, deselected = node.workeroutput["elsewhere"]
+            self.all_launches += node.workeroutput["launches"]
+            self.passed.update(passed)
+            self.left_out.update(left_out)
+            self.deselected = Counter(deselected)
 
     def _kernel(self, operator: Any) -> Any:
         exists = operator.name() in self.replaced
@@ -162,7 +190,7 @@ class Elsewhere:
         query, key = operands[:2]
         blocks = query.shape[:-2].numel() * -(-query.shape[-2] // 64)
         width = sum(max(16, t.shape[-1]) for t in (query, operands[-1])) / 2
-        times = {2: 1, 4: 4, 8: 6}.get(query.itemsize, 1)  # the emulator's: 16 bits have products
+        times = {4: 1.5, 8: 2}.get(query.itemsize, 1)  # the emulator's
         self.work += 64.0 * blocks * max(64, key.shape[-2]) * width * products * times
         if self.work > self.device.work_of_a_test:
             self._refuse("too much work for it")
@@ -176,23 +204,25 @@ class Elsewhere:
         chosen: dict[str, list[pytest.Item]] = defaultdict(list)
         out = []
         for item in items:
-            if "isa" in item.keywords and "own_process" not in item.keywords:
-                chosen[item.nodeid.split("[")[0]].append(item)
-            else:
+            why = why_not_there(item)
+            if why:
                 out.append(item)
-        self.deselected["face no kernel, or start a process"] = len(out)
+                self.deselected[why] += 1
+            else:
+                chosen[function_of(item)].append(item)
+        self.passed.update(dict.fromkeys(chosen, 0))
         for name, cases in chosen.items():
-            if 0 < self.parameters < len(cases):
-                kept = random.Random(name).sample(range(len(cases)), self.parameters)
+            if 0 < self.cases < len(cases):
+                kept = random.Random(name).sample(range(len(cases)), self.cases)
                 rest = [case for i, case in enumerate(cases) if i not in kept]
-                self.deselected["are other cases of the same tests"] += len(rest)
+                self.deselected["other cases of the same tests"] += len(rest)
                 out += rest
         left = set(out)
         items[:] = [item for item in items if item not in left]
         config.hook.pytest_deselected(items=out)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self) -> Generator[None, Any, Any]:
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
         self.calls = self.launches = 0
         self.work, self.refused = 0.0, ""
         try:
@@ -205,7 +235,7 @@ class Elsewhere:
             self.all_launches += self.launches
         if self.refused or not self.calls:
             self._leave_out()
-        self.ran += 1
+        self.passed[function_of(item)] += 1
         return result
 
     def _leave_out(self) -> None:
@@ -218,8 +248,10 @@ class Elsewhere:
         terminalreporter.section(f"on {self.device.name}")
         write(f"replaced: {', '.join(self.replaced) or 'no operator'}")
         write(f"not there: {', '.join(self.absent) or 'none'}")
-        write(f"{self.ran} tests passed, with {self.all_launches} launches")
+        write(f"{self.passed.total()} tests passed, with {self.all_launches} launches")
         for reason, count in self.left_out.most_common():
             write(f"{count} skipped: {reason}")
         for reason, count in self.deselected.items():
-            write(f"{count} deselected: they {reason}")
+            write(f"{count} deselected: {reason}")
+        for name in sorted(name for name, cases in self.passed.items() if not cases):
+            write(f"no case ran of {name}")

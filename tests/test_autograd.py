@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sizes import on_emulator
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -112,7 +113,7 @@ def test_gradcheck(case: str) -> None:
             out = mha_ext.attention(*args[:3], bias=args[3], return_lse=True, **options)
             return finite(*out)
 
-    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=on_emulator)
 
 
 @pytest.mark.isa
@@ -144,7 +145,7 @@ def test_gradcheck_weights(part: dict[str, Any], given_lse: bool) -> None:
         # The lse of these very inputs, or none: a cache, through which nothing is differentiated.
         return weights(query, key, None, None, mask, bias, None, scale=0.5, window_right=0, **part)
 
-    assert torch.autograd.gradcheck(function, (query, key, bias))
+    assert torch.autograd.gradcheck(function, (query, key, bias), fast_mode=on_emulator)
     if lse is None:
         return
     found = weights(query, key, lse, lse_low, mask, bias, None, scale=0.5, window_right=0, **part)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from sizes import on_emulator
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.autograd import gradcheck, gradgradcheck
@@ -159,6 +160,7 @@ def test_gradcheck_of_weights(part: dict[str, Any]) -> None:
         check_forward_ad=True,
         check_batched_grad=True,
         check_batched_forward_grad=True,
+        fast_mode=on_emulator,
     )
     assert gradgradcheck(function, (query, key, bias), check_fwd_over_rev=True, fast_mode=True)
 

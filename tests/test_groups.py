@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from cases import DTYPES
+from sizes import size
 from torch import Tensor
 
 pytestmark = pytest.mark.isa
 
 OPS = torch.ops.mha_ext
-B, H, HKV, LQ, LK, D, DV = 2, 4, 2, 70, 150, 20, 12
+B, H, HKV, D, DV = 2, 4, 2, 20, 12
+LQ, LK = size((70, 150), emulated=(10, 70))
 # how many dimensions each argument has of its own
 OWN = {"key_lengths": 1, "seed": 1, "lse": 3, "lse_low": 3, "grad_lse": 3}
 OWN |= {"lse_tangent": 3, "grad_lse_tangent": 3}
@@ -198,17 +200,17 @@ def forward(**changes: Any) -> Any:
         (
             {"key": torch.randn(B, HKV, LK, D)},
             "key must have 5 dimensions [..., batch, heads, length, head_dim], but has shape "
-            "[2, 2, 150, 20]; split the heads with key.unflatten(-1, (heads, head_dim)).transpose(1, 2)",
+            f"[2, 2, {LK}, 20]; split the heads with key.unflatten(-1, (heads, head_dim)).transpose(1, 2)",
         ),
         (
             {"value": torch.randn(1, B, HKV, LK, DV)},
-            "value must have query's leading dimensions [3], but has shape [1, 2, 2, 150, 12]; expand it "
+            f"value must have query's leading dimensions [3], but has shape [1, 2, 2, {LK}, 12]; expand it "
             "to them",
         ),
         (
             {"mask": torch.ones(2, B, H, LQ, LK).bool()},
-            "mask must broadcast to [..., batch, heads, queries, keys] = [3, 2, 4, 70, 150], but has "
-            "shape [2, 2, 4, 70, 150]; give it dimensions of size 1, e.g. mask[:, None, None, :] for "
+            f"mask must broadcast to [..., batch, heads, queries, keys] = [3, 2, 4, {LQ}, {LK}], but has "
+            f"shape [2, 2, 4, {LQ}, {LK}]; give it dimensions of size 1, e.g. mask[:, None, None, :] for "
             "[batch, keys]",
         ),
         (

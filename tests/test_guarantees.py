@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -24,12 +25,16 @@ from cases import (
     results,
     to_double,
 )
+from sizes import fewer, size
 from torch import Tensor
 
 import mha_ext
 from mha_ext import reference
 
 pytestmark = pytest.mark.isa
+
+no_kernel = pytest.mark.cpu_alone("calls no kernel")
+wide = pytest.mark.cpu_alone("has heads wider than 256")
 
 NAN, INF = float("nan"), float("inf")
 
@@ -75,7 +80,7 @@ LEAKS = {
     "cut keys": replace(TINY, queries=3, keys=600, bias="1hqk", dropout_p=0.2),
     "cut keys band": replace(TINY, queries=9, keys=700, mask="b11k", causal="lower_right"),
 }
-leaks = pytest.mark.parametrize("problem", LEAKS.values(), ids=list(LEAKS))
+leaks = pytest.mark.parametrize("problem", [fewer(p) for p in LEAKS.values()], ids=list(LEAKS))
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 poisons = pytest.mark.parametrize("poison", [NAN, INF, -INF])
 
@@ -84,7 +89,8 @@ def some(count: int, limit: int) -> list[int]:
     """All of a small range, otherwise its ends, its tiles' ends and a few in between."""
     if limit <= count:
         return list(range(limit))
-    return sorted({i for i in (0, 1, 37, 62, 63, 64, 65, 127, 128, limit - 1) if i < limit})
+    chosen = size((0, 1, 37, 62, 63, 64, 65, 127, 128, limit - 1), emulated=(1, 63, limit - 1))
+    return sorted({i for i in chosen if i < limit})
 
 
 def put(tensor: Tensor, index: tuple[int, ...], value: float) -> Tensor:
@@ -179,12 +185,13 @@ def test_query_and_cotangent_of_one_row(
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 def test_bias_behind_a_mask_pair_by_pair(dtype: torch.dtype, dropout_p: float) -> None:
     """Whatever a hidden bias element holds, all results are the same, and its gradient is 0."""
-    inputs = make(replace(TINY, dtype=dtype, bias="bhqk", dropout_p=dropout_p, key_lengths="int32"))
+    tiny = replace(TINY, dtype=dtype, bias="bhqk", dropout_p=dropout_p, key_lengths="int32")
+    inputs = make(fewer(tiny, batch=2))
     inputs.bias = inputs.bias.masked_fill(inputs.bias == -INF, 0.25)
     seen, wanted = inputs.seen(), ours(inputs)
     assert not wanted["grad_bias"][~seen].any()
     for poison in (NAN, INF, -INF):
-        for pair in (~seen).nonzero().tolist():
+        for pair in (~seen).nonzero().tolist()[:: size(1, emulated=7)]:
             assert_same(ours(inputs.replaced(bias=put(inputs.bias, tuple(pair), poison))), wanted)
         everywhere = inputs.replaced(bias=inputs.bias.masked_fill(~seen, poison))
         assert_same(ours(everywhere), wanted)
@@ -357,7 +364,9 @@ STEADY = {
     ),
     "broadcast bias": Problem(batch=5, heads=3, queries=70, keys=130, bias="k"),
 }
-steady = pytest.mark.parametrize("problem", STEADY.values(), ids=list(STEADY))
+steady = pytest.mark.parametrize(
+    "problem", [fewer(p, batch=3) for p in STEADY.values()], ids=list(STEADY)
+)
 
 
 @steady
@@ -366,7 +375,7 @@ def test_any_number_of_threads_and_any_run(problem: Problem, dtype: torch.dtype)
     inputs = make(replace(problem, dtype=dtype))
     torch.set_num_threads(1)
     wanted = ours(inputs)
-    for threads in (1, 2, 3, 5, 8):
+    for threads in size((1, 2, 3, 5, 8), emulated=(1, 2)):
         torch.set_num_threads(threads)
         assert_same(ours(inputs), wanted)
 
@@ -387,7 +396,8 @@ def test_any_content_and_size_of_the_batch(problem: Problem, dtype: torch.dtype)
         return torch.stack([tensor[i] if i >= 0 else stranger[0] for i in index])
 
     names = ("query", "key", "value", "mask", "bias", "key_lengths", "grad_out", "grad_lse")
-    for index in ([0], [2], [2, 0], [-1, 1, -1, -1, 0, -1, -1]):
+    others = ([0], [2], [2, 0], [-1, 1, -1, -1, 0, -1, -1])
+    for index in size(others, emulated=([2, 0], [-1, 1, -1])):
         changed = {
             n: pick(getattr(inputs, n), index, getattr(other, n)) for n in names if n != "grad_lse"
         }
@@ -516,6 +526,7 @@ def test_memory_is_linear(dtype: str, options: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.own_process
 @pytest.mark.skipif(not can_measure_memory(), reason="needs /proc/self/clear_refs")
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_memory_of_long_sequences(dtype: str) -> None:
@@ -527,6 +538,7 @@ def test_memory_of_long_sequences(dtype: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.own_process
 @pytest.mark.skipif(not can_measure_memory(), reason="needs /proc/self/clear_refs")
 def test_memory_of_one_long_head() -> None:
     """Forward and backward take less than 64 MiB beside inputs, output, cotangent and gradients."""
@@ -540,6 +552,7 @@ def test_memory_of_one_long_head() -> None:
 # 6. Dropout is a pure function of position. --------------------------------------------------------
 
 
+@no_kernel
 @pytest.mark.parametrize(
     "key, counter, wanted",
     [
@@ -600,8 +613,8 @@ def test_dropout_by_hand(dtype: torch.dtype) -> None:
 
 def test_dropout_probabilities() -> None:
     """The share of what is dropped is p; neighbours, heads and seeds are independent."""
-    shape = (2, 4, 256, 512)
-    count = 2 * 4 * 256 * 512
+    shape = size((2, 4, 512, 256), emulated=(2, 2, 128, 256))
+    count = math.prod(shape)
     for dropout_p in (0.1, 0.5):
         one = ~kept_by(torch.tensor([1, 1]), dropout_p, shape, torch.float32)
         two = ~kept_by(torch.tensor([2, 1]), dropout_p, shape, torch.float32)
@@ -615,9 +628,9 @@ def test_dropout_probabilities() -> None:
             (one[:1], one[1:]),
         ]
         for a, b in pairs:
-            both, size = float((a & b).double().mean()), a.numel()
+            both, number = float((a & b).double().mean()), a.numel()
             square = dropout_p**2
-            assert abs(both - square) < 5 * (square * (1 - square) / size) ** 0.5
+            assert abs(both - square) < 5 * (square * (1 - square) / number) ** 0.5
 
 
 def test_the_same_bits_for_every_dtype_and_in_backward() -> None:
@@ -635,9 +648,13 @@ def test_the_same_bits_for_every_dtype_and_in_backward() -> None:
 # 7. Large and empty dimensions. --------------------------------------------------------------------
 
 
+MANY = size(70000, emulated=70)  # more rows than a grid may have: there 65
+EACH = size(300, emulated=9)
+
+
 @pytest.mark.parametrize(
     "batch, heads, queries, keys",
-    [(70000, 1, 1, 2), (1, 70000, 1, 2), (300, 300, 1, 1), (1, 1, 70000, 2), (1, 1, 2, 70000)],
+    [(MANY, 1, 1, 2), (1, MANY, 1, 2), (EACH, EACH, 1, 1), (1, 1, MANY, 2), (1, 1, 2, MANY)],
 )
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 def test_dimensions_past_65535(
@@ -685,7 +702,7 @@ def test_offsets_past_2_31_elements() -> None:
 
 def test_an_expanded_mask_past_2_31_elements() -> None:
     """Masks and biases are read through their strides: a virtual size costs nothing."""
-    batch, queries, keys = 40, 8192, 8192  # 2.7e9 virtual elements
+    batch, queries, keys = size((40, 8192, 8192), emulated=(2, 2**20, 2048))  # 2^31 and more
     mask = (torch.rand(keys) < 0.9).expand(batch, 1, queries, keys)
     query = torch.randn(1, 1, 1, 4).expand(batch, 1, queries, 4)[:, :, :3]
     key = torch.randn(batch, 1, keys, 4)
@@ -693,6 +710,7 @@ def test_an_expanded_mask_past_2_31_elements() -> None:
     assert torch.equal(out, mha_ext.attention(query, key, key, mask[0, 0, 0]))
 
 
+@wide
 @pytest.mark.slow
 def test_outputs_past_2_31_elements() -> None:
     """2^31 elements and more in query and out: about 13 GiB in half precision."""
@@ -727,6 +745,7 @@ def test_empty_dimensions(empty: str, dtype: torch.dtype) -> None:
         assert weights.shape == (sizes["batch"], sizes["heads"], sizes["queries"], sizes["keys"])
 
 
+@wide
 @pytest.mark.parametrize("width", [513, 700, 1023])
 def test_head_dims_beyond_512(width: int) -> None:
     inputs = make(Problem(head_dim=width, value_dim=width + 1, queries=5, keys=70))
@@ -740,6 +759,7 @@ def test_head_dims_beyond_512(width: int) -> None:
 # The definition itself. ----------------------------------------------------------------------------
 
 
+@no_kernel
 @leaks
 def test_the_definition_keeps_its_guarantees(problem: Problem) -> None:
     """Pair by pair it gives what it gives by products, and NaN behind a mask reaches nothing."""

@@ -20,7 +20,10 @@ import mha_ext
 from mha_ext import linear as module
 from mha_ext.linear import FastLinear
 
-pytestmark = pytest.mark.isa
+pytestmark = [
+    pytest.mark.isa,
+    pytest.mark.cpu_alone("calls mha_ext::linear, an operator of CPUs"),
+]
 
 op = torch.ops.mha_ext.linear.default
 

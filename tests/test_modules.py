@@ -99,6 +99,7 @@ def test_every_width_is_free() -> None:
     close(out, layer.out_proj(heads.transpose(1, 2).flatten(2)))
 
 
+@pytest.mark.cpu_alone("calls no kernel")
 def test_initialised_as_torch_does() -> None:
     """Xavier over the stacked q, k, v where the widths agree, apart where they differ."""
     torch.manual_seed(0)

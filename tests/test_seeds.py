@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from sizes import size
 from torch import Tensor, nn
 
 import mha_ext
@@ -190,8 +191,9 @@ def test_cross_attention(kind: str, training: bool) -> None:
     by_hand = ByHand((300, 300, 300), 300, 6, fill=-1e10, dropout=0.1)
     by_hand.drop = Replay(0.1) if training else nn.Identity()
     ours = seeds.cross_attention(hid_dim=300, n_heads=6, dropout=0.1).train(training)
-    inputs = torch.rand(64, 12, 300), torch.rand(64, 10, 300), torch.rand(64, 10, 300)
-    mask = masks_of(64, 6, 12, 10)[kind]
+    batch = size(64, emulated=4)
+    inputs = torch.rand(batch, 12, 300), torch.rand(batch, 10, 300), torch.rand(batch, 10, 300)
+    mask = masks_of(batch, 6, 12, 10)[kind]
     compare(by_hand, ours, inputs, {"mask": mask}, {"mask": mask})
 
 
@@ -240,6 +242,7 @@ def test_bert_layer(kind: str, training: bool) -> None:
     compare(by_hand, ours, (x,), {"added": added}, {"bias": added})
 
 
+@pytest.mark.cpu_alone("calls no kernel")
 def test_bert_layer_refuses_a_width_that_does_not_divide() -> None:
     with pytest.raises(ValueError, match=r"(?s)768.*7"):
         seeds.bert_layer(7, 768, 768, 0.1, 0.1)
@@ -267,7 +270,7 @@ def test_dropout_keeps_the_mean(
     build: Callable[[], mha_ext.MultiHeadAttention], mask: Tensor | None
 ) -> None:
     """Over many draws the mean of the output is the output without dropout, within 5 sigma."""
-    layer, x, draws = build(), torch.rand(1, 5, 60), 400
+    layer, x, draws = build(), torch.rand(1, 5, 60), size(400, emulated=100)
     with torch.no_grad():
         wanted = layer.eval()(x, mask=mask)
         layer.train()

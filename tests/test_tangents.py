@@ -21,11 +21,12 @@ from cases import (
     plain_orders,
     to_double,
 )
+from sizes import size
 from test_guarantees import (
-    LEAKS,
     assert_same,
     assert_untouched,
     can_measure_memory,
+    leaks,
     onto_bias,
     put,
     reach,
@@ -304,7 +305,7 @@ def test_finite_differences_of_the_operators(dtype: torch.dtype, empty_rows: str
 # What is hidden contributes nothing, whatever it holds.
 
 
-@pytest.mark.parametrize("problem", LEAKS.values(), ids=list(LEAKS))
+@leaks
 @dtypes
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_hidden_keys(problem: Problem, dtype: torch.dtype, poison: float) -> None:
@@ -327,7 +328,7 @@ def test_hidden_keys(problem: Problem, dtype: torch.dtype, poison: float) -> Non
         assert_untouched(tangents(bad, direction), wanted, touched)
 
 
-@pytest.mark.parametrize("problem", LEAKS.values(), ids=list(LEAKS))
+@leaks
 @dtypes
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_rows_keep_to_themselves(problem: Problem, dtype: torch.dtype, poison: float) -> None:
@@ -378,19 +379,21 @@ def test_hidden_elements_of_the_bias_and_its_direction(
 
 @dtypes
 def test_any_number_of_threads(dtype: torch.dtype) -> None:
-    problem = replace(OPTIONS, dtype=dtype, queries=300, keys=700, bias="1hqk", batch=3)
+    queries, keys, batch = size((300, 700, 3), emulated=(70, 200, 2))
+    problem = replace(OPTIONS, dtype=dtype, queries=queries, keys=keys, bias="1hqk", batch=batch)
     for one in (problem, replace(problem, bias="1k"), replace(problem, bias=None, queries=3)):
         inputs, direction = draw(one)
         torch.set_num_threads(1)
         wanted = tangents(inputs, direction)
-        for threads in (2, 3, 8):
+        for threads in size((2, 3, 8), emulated=(2,)):
             torch.set_num_threads(threads)
             assert_same(tangents(inputs, direction), wanted)
 
 
 @dtypes
 def test_any_place_in_the_batch(dtype: torch.dtype) -> None:
-    inputs, direction = draw(Problem(dtype=dtype, batch=3, queries=130, keys=600, mask="b1qk"))
+    queries, keys = size((130, 600), emulated=(70, 200))
+    inputs, direction = draw(Problem(dtype=dtype, batch=3, queries=queries, keys=keys, mask="b1qk"))
     wanted = tangents(inputs, direction)
     names = (*NAMES, "mask")
     for index in ([1], [2, 0]):

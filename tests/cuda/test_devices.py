@@ -64,6 +64,14 @@ def test_everything_is_written():
 @pytest.mark.parametrize("number", range(40))
 def test_many(number):
     mha_ext.attention(q, q, q)
+
+@pytest.mark.own_process
+def test_starts_a_process():
+    raise AssertionError("it ran")
+
+@pytest.mark.cpu_alone("asks for threads")
+def test_of_threads():
+    raise AssertionError("it ran")
 """
 NO_CONTRACT = """
 def test_of_something_else():
@@ -78,17 +86,24 @@ def test_outcomes(tmp_path: Path) -> None:
     answer = run(operators.build(), *files, "--cases", "7")
     text = answer.stdout
     assert answer.returncode == 1, text + answer.stderr
-    assert re.search(r"1 failed, 9 passed, 5 skipped, 34 deselected", text), text
+    assert re.search(r"1 failed, 9 passed, 5 skipped, 36 deselected", text), text
     assert re.search(r"FAILED .*::test_is_wrong", text)
     for line in (
         "2 skipped: needs mha_ext::linear, which has no kernel there",
         "1 skipped: too much work for it",
         "1 skipped: heads are wider than 256",
         "1 skipped: ran no kernel there",
-        "1 deselected: they face no kernel, or start a process",
-        "33 deselected: they are other cases of the same tests",
+        "1 deselected: faces no kernel",
+        "1 deselected: starts a process",
+        "1 deselected: asks for threads",
+        "33 deselected: other cases of the same tests",
     ):
         assert line in text, text
+    idle = re.findall(r"^no case ran of \S*::(\w+)$", text, re.MULTILINE)
+    assert idle == [
+        *("test_is_wrong", "test_needs_what_is_not_there", "test_runs_nothing"),
+        *("test_swallows_that", "test_too_much", "test_too_wide"),
+    ]
     assert re.search(r"^replaced: .*mha_ext::attention_forward", text, re.MULTILINE)
     assert re.search(r"^not there: .*mha_ext::linear", text, re.MULTILINE)
     assert re.search(r"^9 tests passed, with \d\d\d+ launches", text, re.MULTILINE)
