@@ -87,10 +87,8 @@ poisons = pytest.mark.parametrize("poison", [NAN, INF, -INF])
 
 def some(count: int, limit: int) -> list[int]:
     """All of a small range, otherwise its ends, its tiles' ends and a few in between."""
-    if limit <= count:
-        return list(range(limit))
-    chosen = size((0, 1, 37, 62, 63, 64, 65, 127, 128, limit - 1), emulated=(1, 63, limit - 1))
-    return sorted({i for i in chosen if i < limit})
+    every = range(limit) if limit <= count else (0, 1, 37, 62, 63, 64, 65, 127, 128, limit - 1)
+    return sorted({i for i in size(every, emulated=(1, limit - 1)) if i < limit})
 
 
 def put(tensor: Tensor, index: tuple[int, ...], value: float) -> Tensor:

@@ -21,7 +21,7 @@ from cases import (
     plain_orders,
     to_double,
 )
-from sizes import size
+from sizes import fewer, size
 from test_guarantees import (
     assert_same,
     assert_untouched,
@@ -207,10 +207,10 @@ def test_options_together(problem: Problem) -> None:
 
 
 SUBSETS = [c for n in range(len(NAMES)) for c in itertools.combinations(NAMES, n)]
-OPTIONS = Problem(
+OPTIONS = fewer(Problem(
     heads=4, kv_heads=2, queries=70, keys=90, head_dim=24, value_dim=17, mask="b1qk", bias="1hqk",
     causal="lower_right", dropout_p=0.3, empty_rows="uniform",
-)  # fmt: skip
+))  # fmt: skip
 
 
 @pytest.mark.parametrize("missing", SUBSETS, ids=lambda names: "-".join(names) or "none")
