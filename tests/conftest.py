@@ -36,7 +36,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "isa: faces the kernels; run it again for every ISA")
     config.addinivalue_line("markers", "own_process: starts a process; not with --device")
     config.addinivalue_line("markers", "cpu_alone(why): not with --device")
-    config.addinivalue_line("markers", "xdist_group(name): in one process of pytest-xdist")
     config.addinivalue_line("markers", "slow: minutes or gigabytes; runs with --slow")
 
 

@@ -35,8 +35,6 @@ try:
 finally:
     sys.path.remove(str(FOLDER))
 
-pytestmark = pytest.mark.xdist_group("benchmarks")  # what is measured once
-
 FAST = ["--threads", "1", "--repeats", "2", "--no-memory"]
 TINY = ["--filter", "tiny.*float32", *FAST]
 

