@@ -54,8 +54,8 @@ DEVICE void own_numbers(const Attention& a, const AttentionGrad& g, int64_t b, i
     const int64_t i = i0 + 8 * half + lane_id() / 4, at = (b * a.heads + h) * a.queries + i;
     to[half] = {0, 0, 0};
     if (i < a.queries)
-      to[half] = {((const float*)a.lse)[at], a.lse_low ? ((const float*)a.lse_low)[at] : 0,
-                  ((const float*)g.delta)[at]};
+      to[half] = {row_level(((const float*)a.lse)[at]),
+                  a.lse_low ? ((const float*)a.lse_low)[at] : 0, ((const float*)g.delta)[at]};
   }
 }
 
@@ -175,7 +175,7 @@ DEVICE bool half_gradient(const Attention& a, const HalfPlace& at, const SeenTil
       const auto lse_low = load_shared<TwoNumbers>(from + 4 * F::kOthers);
       const auto delta = load_shared<TwoNumbers>(from + 8 * F::kOthers);
 #pragma unroll
-      for (int i = 0; i < 2; i++) queries[i] = {lse.at[i], lse_low.at[i], delta.at[i]};
+      for (int i = 0; i < 2; i++) queries[i] = {row_level(lse.at[i]), lse_low.at[i], delta.at[i]};
     } else {
       queries[0] = own[0];
       queries[1] = own[1];

@@ -52,7 +52,7 @@ DEVICE void probabilities(const Attention& a, const TilePlace& at, typename F::T
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const int n = kOwnsKeys ? j : i;
-      p[i][j] = Softmax<T>::power(p[i][j] - high[n] - low[n]);
+      p[i][j] = Softmax<T>::power(p[i][j] - row_level(high[n]) - low[n]);
     }
 }
 

@@ -29,6 +29,12 @@ struct Softmax<double> {
   DEVICE_MEMBER static T power(T x) { return exp(x); }
 };
 
+// What exp subtracts from S for P, from lse: +inf in a row that sees nothing, or only -inf.
+template <class T>
+DEVICE T row_level(T lse) {
+  return lse == -(T)INFINITY ? (T)INFINITY : lse;
+}
+
 // lse of a row with this level and sum of P, or -inf where the row has seen nothing.
 template <class S, class T>
 DEVICE void store_lse(const Attention& a, int64_t at, T level, T l) {

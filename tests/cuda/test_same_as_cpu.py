@@ -161,3 +161,24 @@ def test_scores_far_from_zero(dtype: torch.dtype, far: float) -> None:
     wanted = ON_CPU.attention_backward(*saved, scale=0.25, output_mask=[True] * 4)
     for mine, theirs in zip(found, wanted, strict=True):
         close(mine, theirs)
+
+
+@pytest.mark.parametrize("empty_rows", ["zero", "uniform"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_rows_that_see_minus_infinity_alone(dtype: torch.dtype, empty_rows: str) -> None:
+    """Products of finite numbers that overflow: such a row counts as one without keys."""
+    i = make(Problem(dtype, 1, 2, 1, queries=20, keys=70, head_dim=16))
+    query, key, large = i.query.clone(), i.key.clone(), torch.finfo(dtype).max ** 0.5 * 4
+    key[..., 0], query[..., 0], query[:, :, [3, 9], 0] = large, 0, -large
+    options = {"scale": 1.0, "uniform_empty_rows": empty_rows == "uniform"}
+    pairs = (None, None, None, None)
+    forward = ON_CPU.attention_forward(query, key, i.value, *pairs, **options)
+    overflows = (torch.arange(20) == 3) | (torch.arange(20) == 9)
+    assert torch.equal(forward[1] == -torch.inf, overflows.expand(1, 2, 20))
+    saved = (i.grad_out, i.grad_lse, query, key, i.value, *forward, *pairs)
+    options["output_mask"] = [True, True, True, False]
+    found = emulated.attention_backward(*saved, **options)
+    wanted = ON_CPU.attention_backward(*saved, **options)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.isfinite(theirs).all()
+        close(mine[..., 1:], theirs[..., 1:])
