@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,8 @@ def test_the_steps_fit_into_the_time() -> None:
     assert all(step.seconds <= 240 for step in found)
     by_name = {step.name: step for step in found}
     assert by_name["build"].environment["TORCH_CUDA_ARCH_LIST"] == "9.0"
+    assert by_name["build"].environment["MHA_EXT_WERROR"] == "0"
+    assert "--report-api-errors no" in " ".join(by_name["memcheck"].command)
     assert all(s.after in ("", "build") for s in found)
     assert "tests/test_forward.py" in by_name["contract"].command
     assert "tests/test_cli.py" not in by_name["contract"].command
@@ -58,6 +61,19 @@ def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "MHA_EXT_CUDA=1" in line and "--no-build-isolation --no-deps -e ." in line
     with pytest.raises(SystemExit):
         gpu.main(["results", "--only", "everything"])
+
+
+def test_a_toolkit_that_is_not_in_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "toolkit/bin/of-the-toolkit"
+    tool.parent.mkdir(parents=True)
+    tool.write_text("#!/bin/sh\necho found\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # what main adds goes away again
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    step = gpu.Step("tool", (tool.name,), 10, needs=tool.name)
+    monkeypatch.setattr(gpu, "steps", lambda *_: [step])
+    assert gpu.main([str(tmp_path / "results")]) == 0
+    assert "passed" in (tmp_path / "results/summary.txt").read_text()
 
 
 def test_steps_that_fail_do_not_stop_the_others(
