@@ -10,7 +10,6 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
-#include <algorithm>
 #include <array>
 #include <tuple>
 #include <vector>
@@ -222,9 +221,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_tangent(
 }
 
 Tensor on_device(at::IntArrayRef numbers, const Tensor& like) {
-  const Tensor host = at::empty({static_cast<int64_t>(numbers.size())}, at::kLong);
-  std::copy(numbers.begin(), numbers.end(), host.mutable_data_ptr<int64_t>());
-  return host.to(like.device());
+  const auto count = static_cast<int64_t>(numbers.size());
+  const Tensor found = at::empty({count}, like.options().dtype(at::kLong));
+  check_launch(upload(numbers.data(), count, found.mutable_data_ptr<int64_t>(),
+                      current_stream(like.device())));
+  return found;
 }
 
 // Rows of the weights that are wanted and stand one after the other, as RowRun, on the device.

@@ -21,6 +21,10 @@ const char* forward(const Attention& a, void* scratch, Stream stream);
 int64_t backward_scratch_bytes(const Attention& a, const AttentionGrad& g);
 const char* backward(const Attention& a, const AttentionGrad& g, void* scratch, Stream stream);
 
+// Numbers of the host to memory of the device, as parameters of kernels: nothing waits for the GPU,
+// and a graph keeps them.
+const char* upload(const int64_t* numbers, int64_t count, int64_t* to, Stream stream);
+
 // The rows of P that are wanted, in runs of at most 64 queries that stand one after the other: run
 // r has queries [query, query + count) and goes to rows [to, to + count). All in memory of the
 // device.

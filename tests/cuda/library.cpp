@@ -32,6 +32,9 @@ const char* emulated_weights(const mha_ext::Attention* a, const int64_t* heads, 
   selected.row_count = row_count;
   return mha_ext::cuda::weights(*a, selected, out, nullptr);
 }
+const char* emulated_upload(const int64_t* numbers, int64_t count, int64_t* to) {
+  return mha_ext::cuda::upload(numbers, count, to, nullptr);
+}
 const char* emulated_forward_tangent(const mha_ext::Attention* a,
                                      const mha_ext::AttentionTangent* t) {
   return mha_ext::cuda::forward_tangent(*a, *t, nullptr);

@@ -40,6 +40,7 @@ REST = """
 #include "kernels.h"
 namespace mha_ext::cuda {
 const char* weights(const Attention&, const Selection&, void*, Stream) { return "none"; }
+const char* upload(const int64_t*, int64_t, int64_t*, Stream) { return "none"; }
 const char* forward_tangent(const Attention&, const AttentionTangent&, Stream) { return "none"; }
 const char* backward_tangent(const Attention&, const AttentionGrad&, const AttentionTangent&, void*,
                              Stream) {

@@ -58,6 +58,19 @@ def everything(inputs: Inputs) -> dict[str, Tensor]:
     return dict(zip(("out", "lse"), call(mha_ext.attention, inputs), strict=True))
 
 
+def weights(inputs: Inputs, **chosen: list[int]) -> dict[str, Tensor]:
+    """P of some heads and rows, or all, and its gradients."""
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in inputs.leaves().items()}
+    options = {name: inputs.options[name] for name in ("causal", "window", "scale", "empty_rows")}
+    options |= {"bias": leaves.get("bias"), "key_lengths": inputs.key_lengths, **chosen}
+    found = mha_ext.attention_weights(leaves["query"], leaves["key"], inputs.mask, **options)
+    del leaves["value"]
+    cotangent = torch.arange(found.numel(), device=found.device).remainder(7).sub(3)
+    grads = torch.autograd.grad(found, list(leaves.values()), cotangent.view_as(found).to(found))
+    named = {f"grad_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {"weights": found.detach(), **named}
+
+
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
@@ -77,6 +90,23 @@ def test_as_on_the_cpu(problem: Problem, dtype: torch.dtype) -> None:
         size = float(tensor.masked_fill(tensor == -torch.inf, 0).double().abs().max())
         ours = found[name].cpu()
         torch.testing.assert_close(ours, tensor, rtol=16 * eps, atol=16 * eps * max(size, 1.0))
+
+
+@pytest.mark.parametrize("keys", [600, 601, 602])
+@pytest.mark.parametrize("width", [40, 128, 256])
+@dtypes
+def test_weights_as_on_the_cpu(dtype: torch.dtype, width: int, keys: int) -> None:
+    """Rows of the result that are 16, 4 or 2 bytes aligned, and parts of them."""
+    changes = {"dtype": dtype, "head_dim": width, "keys": keys, "dropout_p": 0.0}
+    inputs = make(replace(OPTIONS["everything"], **changes))
+    for chosen in ({}, {"heads": [3, 0, 3], "rows": [*range(40, 120), 129, 7]}):
+        found, wanted = weights(there(inputs), **chosen), weights(inputs, **chosen)
+        eps = torch.finfo(dtype).eps
+        for name, tensor in wanted.items():
+            size = float(tensor.double().abs().max())
+            torch.testing.assert_close(
+                found[name].cpu(), tensor, rtol=16 * eps, atol=16 * eps * max(size, 1.0)
+            )
 
 
 @dtypes
@@ -160,6 +190,27 @@ def test_cuda_graphs(problem: Problem) -> None:
         if getattr(inputs, name) is not None:
             getattr(inputs, name).copy_(getattr(other, name))
     inputs.grad_lse.copy_(other.grad_lse)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("chosen", [{}, {"heads": [2, 0], "rows": [*range(100), 0, 129]}])
+def test_cuda_graphs_of_the_weights(chosen: dict[str, list[int]]) -> None:
+    """The lists of heads and rows are the graph's own, and nothing waits for them."""
+    problem = replace(OPTIONS["everything"], dtype=torch.bfloat16, dropout_p=0.0)
+    inputs, other = there(make(problem)), there(make(replace(problem, numbers=1)))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        weights(inputs, **chosen)
+    torch.cuda.current_stream().wait_stream(side)
+    wanted = weights(other, **chosen)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = weights(inputs, **chosen)
+    for name in ("query", "key", "mask", "bias", "key_lengths"):
+        getattr(inputs, name).copy_(getattr(other, name))
     graph.replay()
     torch.cuda.synchronize()
     assert_same(found, wanted)

@@ -273,3 +273,12 @@ def test_tiles_without_a_visible_pair_cost_no_product() -> None:
         Case(replace(sizes, causal=causal)).weights()
         counts.append(emulated.library().report.products)
     assert counts[1] <= 0.8 * counts[0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 256, 257, 1000])
+def test_lists_of_heads_and_rows(count: int) -> None:
+    """They travel as parameters of kernels, so many a launch."""
+    numbers = torch.arange(count) * (1 << 40) - 7
+    library = emulated.library()
+    assert torch.equal(library.upload(numbers), numbers)
+    assert library.report.launches == -(-count // 256)

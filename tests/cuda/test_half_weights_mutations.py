@@ -25,6 +25,7 @@ int64_t backward_scratch_bytes(const Attention&, const AttentionGrad&) { return 
 const char* backward(const Attention& a, const AttentionGrad& g, void* scratch, Stream stream) {
   return weights_backward_half<BFloat16, 128>(a, g, scratch, stream);
 }
+const char* upload(const int64_t*, int64_t, int64_t*, Stream) { return "none"; }
 const char* forward_tangent(const Attention&, const AttentionTangent&, Stream) { return "none"; }
 const char* backward_tangent(const Attention&, const AttentionGrad&, const AttentionTangent&, void*,
                              Stream) {
