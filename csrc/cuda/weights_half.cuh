@@ -149,7 +149,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 3)
     next_slice = 0;
     next_tile++;
   };
-  for (int slice = 0; slice < slices; slice++)
+  for (int slice = 0; first < last && slice < slices; slice++)
     copy_slice<F>(F::query_slice(slice), head_rows<S>(a.query, b, h), rows.query, rows.count, slice,
                   columns);
 #pragma unroll
