@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
                {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin});
   check_saved(grad_out, grad_lse, query, value, out, lse, lse_low);
   return {empty_grad(query, output_mask[0]), empty_grad(key, output_mask[1]),
-          empty_grad(value, output_mask[2]), empty_grad_bias(query, bias, output_mask[3])};
+          empty_grad(value, output_mask[2]), zero_grad_bias(query, bias, output_mask[3])};
 }
 
 std::tuple<Tensor, Tensor> forward_tangent(
@@ -67,7 +67,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_tangent(
                  bias);
   check_saved_tangents({out_tangent, lse_tangent, grad_out_tangent, grad_lse_tangent}, out, lse);
   return {empty_grad(query, output_mask[0]), empty_grad(key, output_mask[1]),
-          empty_grad(value, output_mask[2]), empty_grad_bias(query, bias, output_mask[3])};
+          empty_grad(value, output_mask[2]), zero_grad_bias(query, bias, output_mask[3])};
 }
 
 Tensor weights(const Tensor& query, const Tensor& key, const OptionalTensor& lse,
@@ -95,7 +95,7 @@ std::tuple<Tensor, Tensor, Tensor> weights_backward(
   check_weights("grad_weights", grad_weights, query, key, heads, rows);
   check_weights("weights", weights, query, key, heads, rows);
   return {empty_grad(query, output_mask[0]), empty_grad(key, output_mask[1]),
-          empty_grad_bias(query, bias, output_mask[2])};
+          zero_grad_bias(query, bias, output_mask[2])};
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 #include "problem.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/DimVector.h>
 
 #include <algorithm>
 #include <cmath>
@@ -46,7 +48,7 @@ Dropout dropout(double p) {
 
 // int64, contiguous where a group reads them, and of values that mean something.
 Tensor lengths(const Tensor& key_lengths, int64_t keys, std::vector<Tensor>& keep) {
-  const Tensor found = contiguous_in(key_lengths.to(at::kLong), 1, keep);
+  const Tensor as_long = key_lengths.to(at::kLong), found = *contiguous_in(as_long, 1, keep);
   keep.push_back(found);
   if (!key_lengths.is_cpu()) return found;
   const Tensor each = found.contiguous();
@@ -79,6 +81,25 @@ Tensor in_groups(const Tensor& pairs, const Tensor& query) {
 void* address(const Tensor& tensor, int64_t offset) {
   void* const data = const_cast<void*>(tensor.const_data_ptr());
   return offset ? static_cast<char*>(data) + offset * tensor.element_size() : data;
+}
+
+// A tensor on the device of `like`. The dispatcher would take longer than a small problem on a CPU.
+Tensor empty(c10::SymIntArrayRef sizes, const Tensor& like, at::ScalarType type) {
+  if (!like.is_cpu()) return at::empty_symint(sizes, like.options().dtype(type));
+  return at::detail::empty_cpu(C10_AS_INTARRAYREF_SLOW(sizes), type);
+}
+Tensor empty_nothing(const Tensor& like) { return empty({0}, like, like.scalar_type()); }
+
+// `sizes` = [..., heads, length, dim] as a view of a contiguous [..., length, heads, dim] buffer.
+Tensor empty_heads(c10::SymIntArrayRef sizes, const Tensor& like) {
+  c10::SymDimVector buffer(sizes.begin(), sizes.end());
+  std::swap(buffer[buffer.size() - 3], buffer[buffer.size() - 2]);
+  const Tensor made = empty(buffer, like, like.scalar_type());
+  if (!like.is_cpu()) return made.transpose(-3, -2);
+  c10::DimVector strides(made.strides().begin(), made.strides().end());
+  std::swap(strides[strides.size() - 3], strides[strides.size() - 2]);
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(sizes), strides);
+  return made;
 }
 
 }  // namespace
@@ -119,7 +140,7 @@ Groups<Attention> describe(const Tensor& query, const Tensor& key, const Tensor*
   if (bias) set(groups, &Attention::bias, in_groups(*bias, query));
   Tensor each_length, each_seed;
   if (key_lengths) each_length = lengths(*key_lengths, a.keys, keep);
-  if (a.dropout.threshold) each_seed = contiguous_in(*seed, 1, keep);
+  if (a.dropout.threshold) each_seed = *contiguous_in(*seed, 1, keep);
   for (size_t i = 0; i < groups.size(); i++) {
     const int64_t group = static_cast<int64_t>(i);
     if (key_lengths)
@@ -130,19 +151,21 @@ Groups<Attention> describe(const Tensor& query, const Tensor& key, const Tensor*
   return groups;
 }
 
-Tensor contiguous_in(const Tensor& tensor, int64_t own, std::vector<Tensor>& keep) {
+c10::MaybeOwned<Tensor> contiguous_in(const Tensor& tensor, int64_t own,
+                                      std::vector<Tensor>& keep) {
   int64_t stride = 1;
   bool contiguous = true;
   for (int64_t i = tensor.dim() - 1; i >= tensor.dim() - own; i--) {
     contiguous &= tensor.stride(i) == stride || tensor.size(i) <= 1;
     stride *= tensor.size(i);
   }
-  if (contiguous || tensor.numel() == 0) return tensor;
+  using Found = c10::MaybeOwned<Tensor>;
+  if (contiguous || tensor.numel() == 0) return Found::borrowed(tensor);
   Tensor once = tensor;
   for (int64_t i = 0; i < tensor.dim() - own; i++)
     if (tensor.stride(i) == 0) once = once.narrow(i, 0, 1);
   keep.push_back(once.contiguous());
-  return keep.back().expand(tensor.sizes());
+  return Found::owned(keep.back().expand(tensor.sizes()));
 }
 
 Rows rows_of(const Tensor& tensor, int64_t group) {
@@ -167,30 +190,22 @@ void* values_of(const Tensor& tensor, int64_t own, int64_t group) {
   return address(tensor, group_offset(tensor, own, group));
 }
 
-Tensor empty_heads(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
-  std::vector<SymInt> buffer = sizes.vec();
-  std::swap(buffer[buffer.size() - 3], buffer[buffer.size() - 2]);
-  return at::empty_symint(buffer, options).transpose(-3, -2);
-}
-
 Tensor empty_lse(const Tensor& query) {
-  return at::empty_symint(query.sym_sizes().slice(0, query.dim() - 1),
-                          query.options().dtype(lse_type(query)));
+  return empty(query.sym_sizes().slice(0, query.dim() - 1), query, lse_type(query));
 }
 
 Tensor empty_out(const Tensor& query, const Tensor& value) {
-  std::vector<SymInt> sizes = query.sym_sizes().vec();
+  c10::SymDimVector sizes(query.sym_sizes().begin(), query.sym_sizes().end());
   sizes.back() = value.sym_size(-1);
-  return empty_heads(sizes, query.options());
+  return empty_heads(sizes, query);
 }
 
 Tensor empty_grad(const Tensor& tensor, bool wanted) {
-  if (!wanted) return at::empty({0}, tensor.options());
-  return empty_heads(tensor.sym_sizes(), tensor.options());
+  return wanted ? empty_heads(tensor.sym_sizes(), tensor) : empty_nothing(tensor);
 }
 
-Tensor empty_grad_bias(const Tensor& query, const OptionalTensor& bias, bool wanted) {
-  if (!bias || !wanted) return at::empty({0}, query.options());
+Tensor zero_grad_bias(const Tensor& query, const OptionalTensor& bias, bool wanted) {
+  if (!bias || !wanted) return empty_nothing(query);
   if (group_dims(query) > 0) {
     SymBool same = bias->dim() == query.dim();
     for (int64_t i = 0; bias->dim() == query.dim() && i < group_dims(query); i++)
@@ -199,12 +214,12 @@ Tensor empty_grad_bias(const Tensor& query, const OptionalTensor& bias, bool wan
                   " where its gradient is wanted, but has shape ", bias->sym_sizes(),
                   "; expand it to them");
   }
-  return at::empty_symint(bias->sym_sizes(), bias->options());
+  return empty(bias->sym_sizes(), *bias, bias->scalar_type()).zero_();
 }
 
 Tensor empty_weights(const Tensor& query, const Tensor& key, at::OptionalIntArrayRef heads,
                      at::OptionalIntArrayRef rows) {
-  return at::empty_symint(weight_sizes(query, key, heads, rows), query.options());
+  return empty(weight_sizes(query, key, heads, rows), query, query.scalar_type());
 }
 
 }  // namespace mha_ext

@@ -3,6 +3,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymIntArrayRef.h>
+#include <c10/util/MaybeOwned.h>
 #include <c10/util/SmallVector.h>
 
 #include <array>
@@ -91,17 +92,18 @@ Pairs pairs_of(const at::Tensor& tensor, int64_t group);
 // Address of contiguous values whose own dimensions are the last `own`.
 void* values_of(const at::Tensor& tensor, int64_t own, int64_t group);
 
-// The tensor, or a copy (that `keep` owns) where its last `own` dimensions are not contiguous. What
-// groups share by a stride of 0 is copied once.
-at::Tensor contiguous_in(const at::Tensor& tensor, int64_t own, std::vector<at::Tensor>& keep);
+// The tensor itself, or a copy (that `keep` owns) where its last `own` dimensions are not
+// contiguous. What groups share by a stride of 0 is copied once.
+c10::MaybeOwned<at::Tensor> contiguous_in(const at::Tensor& tensor, int64_t own,
+                                          std::vector<at::Tensor>& keep);
 
 // The same member of the struct of each group.
 template <class Struct>
 void set(Groups<Struct>& groups, Rows Struct::* member, const at::Tensor& tensor,
          std::vector<at::Tensor>& keep) {
-  const at::Tensor rows = contiguous_in(tensor, 1, keep);
+  const auto rows = contiguous_in(tensor, 1, keep);
   for (size_t i = 0; i < groups.size(); i++)
-    groups[i].*member = rows_of(rows, static_cast<int64_t>(i));
+    groups[i].*member = rows_of(*rows, static_cast<int64_t>(i));
 }
 template <class Struct>
 void set(Groups<Struct>& groups, Pairs Struct::* member, const at::Tensor& tensor) {
@@ -112,27 +114,24 @@ void set(Groups<Struct>& groups, Pairs Struct::* member, const at::Tensor& tenso
 template <class Struct>
 void set(Groups<Struct>& groups, void* Struct::* member, const at::Tensor& tensor,
          std::vector<at::Tensor>& keep) {
-  const at::Tensor values = contiguous_in(tensor, 3, keep);
+  const auto values = contiguous_in(tensor, 3, keep);
   for (size_t i = 0; i < groups.size(); i++)
-    groups[i].*member = values_of(values, 3, static_cast<int64_t>(i));
+    groups[i].*member = values_of(*values, 3, static_cast<int64_t>(i));
 }
 
 // What the operators return, with the same strides from every backend and from the Meta key.
 
-// `sizes` = [..., heads, length, dim] as a view of a contiguous [..., length, heads, dim] buffer.
-at::Tensor empty_heads(c10::SymIntArrayRef sizes, const at::TensorOptions& options);
-
-// [*G, B, H, Lq, Dv] of that form, and [*G, B, H, Lq].
+// [*G, B, H, Lq, Dv] as a view of a contiguous [*G, B, Lq, H, Dv] buffer, and [*G, B, H, Lq].
 at::Tensor empty_out(const at::Tensor& query, const at::Tensor& value);
 at::Tensor empty_lse(const at::Tensor& query);
 
-// Gradient of a [*G, B, H, L, D] tensor, or an empty [0] where it is not wanted.
+// Gradient of a [*G, B, H, L, D] tensor, of that form, or an empty [0] where it is not wanted.
 at::Tensor empty_grad(const at::Tensor& tensor, bool wanted);
 
-// Gradient of the bias, contiguous, or an empty [0] where it is not wanted or there is no bias. A
-// bias that groups share has none: no sum runs across groups.
-at::Tensor empty_grad_bias(const at::Tensor& query, const std::optional<at::Tensor>& bias,
-                           bool wanted);
+// Gradient of the bias, contiguous zeros, or an empty [0] where it is not wanted or there is no
+// bias. A bias that groups share has none: no sum runs across groups.
+at::Tensor zero_grad_bias(const at::Tensor& query, const std::optional<at::Tensor>& bias,
+                          bool wanted);
 
 // [*G, B, heads, rows, Lk] contiguous.
 at::Tensor empty_weights(const at::Tensor& query, const at::Tensor& key,

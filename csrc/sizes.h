@@ -17,7 +17,9 @@ using OptionalTensor = std::optional<at::Tensor>;
 // Functions and not macros: the words are passed by reference and put together only on failure.
 template <class... Words>
 void require_value(const SymBool& condition, const Words&... words) {
-  if (!condition.expect_true(__FILE__, __LINE__)) TORCH_CHECK_VALUE(false, words...);
+  const std::optional<bool> known = condition.maybe_as_bool();
+  const bool holds = known ? *known : condition.expect_true(__FILE__, __LINE__);
+  if (!holds) TORCH_CHECK_VALUE(false, words...);
 }
 
 template <class... Words>

@@ -236,7 +236,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   const Tensor grad_query = empty_grad(query, output_mask[0]),
                grad_key = empty_grad(key, output_mask[1]);
   const Tensor grad_value = empty_grad(value, output_mask[2]);
-  const Tensor grad_bias = empty_grad_bias(query, bias, output_mask[3]).zero_();
+  const Tensor grad_bias = zero_grad_bias(query, bias, output_mask[3]);
   const Tensor delta = empty_lse(query);
   Groups<AttentionGrad> grads(groups.size());
   set(grads, &AttentionGrad::grad_out, grad_out, keep);
@@ -280,7 +280,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_tangent(
   const Tensor grad_query = empty_grad(query, output_mask[0]),
                grad_key = empty_grad(key, output_mask[1]);
   const Tensor grad_value = empty_grad(value, output_mask[2]);
-  const Tensor grad_bias = empty_grad_bias(query, bias, output_mask[3]).zero_();
+  const Tensor grad_bias = zero_grad_bias(query, bias, output_mask[3]);
   const Tensor delta = empty_lse(query);
   Groups<AttentionGrad> grads(groups.size());
   set(grads, &AttentionGrad::grad_out, grad_out, keep);

@@ -149,7 +149,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
 
   const Tensor grad_query = empty_grad(query, output_mask[0]),
                grad_key = empty_grad(key, output_mask[1]);
-  const Tensor grad_bias = empty_grad_bias(query, bias, output_mask[2]).zero_();
+  const Tensor grad_bias = zero_grad_bias(query, bias, output_mask[2]);
   Groups<AttentionGrad> grads(groups.size());
   set(grads, &AttentionGrad::grad_weights, grad);
   set(grads, &AttentionGrad::delta, delta, keep);

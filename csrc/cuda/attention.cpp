@@ -86,7 +86,7 @@ Gradients gradients(const Tensor& query, const Tensor& key, const Tensor& value,
   Gradients g{empty_grad(query, wanted[0]),
               empty_grad(key, wanted[1]),
               empty_grad(value, wanted[2]),
-              empty_grad_bias(query, bias, wanted[3]).zero_(),
+              zero_grad_bias(query, bias, wanted[3]),
               empty_lse(query),
               Groups<AttentionGrad>(count)};
   set(g.groups, &AttentionGrad::delta, g.delta, keep);
