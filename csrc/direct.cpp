@@ -31,18 +31,19 @@ OptionalSymInt optional_length(PyObject* object) {
   return object == Py_None ? std::nullopt : OptionalSymInt(read<int64_t>(object));
 }
 
-// Three tensors and optional ones, of Python's own classes (Parameter is one), query [B, H, Lq, D].
-bool direct(PyObject* const* tensors, Py_ssize_t count) {
+// Tensors, from the fourth on optional ones, of Python's own classes (Parameter is one), query of
+// so many dimensions.
+bool direct(int64_t rank, PyObject* const* tensors, Py_ssize_t count) {
   if (count < 3 || at::impl::torch_function_mode_enabled()) return false;
   for (Py_ssize_t i = 0; i < count; i++)
     if (!THPVariable_CheckExact(tensors[i]) && (i < 3 || tensors[i] != Py_None)) return false;
-  return tensor(tensors[0]).dim() == 4;
+  return tensor(tensors[0]).dim() == rank;
 }
 
 PyObject* is_direct(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  return PyBool_FromLong(direct(arguments, count));
-  END_HANDLE_TH_ERRORS
+  const long rank = count > 0 ? PyLong_AsLong(arguments[0]) : 0;
+  if (rank == -1 && PyErr_Occurred()) return nullptr;
+  return PyBool_FromLong(direct(rank, arguments + 1, count - 1));
 }
 
 enum Argument {
@@ -59,39 +60,85 @@ enum Argument {
   kDropout,
   kScale,
   kUniform,
-  kOrigin,
-  kOnlyOut,
-  kCount
+  kShared  // what both functions begin with
+};
+
+void check_direct(const char* name, int64_t rank, PyObject* const* a, bool complete) {
+  TORCH_CHECK_TYPE(complete && direct(rank, a, kSeed + 1), name,
+                   " must be given what is_direct accepts, and every argument; call "
+                   "torch.ops.mha_ext.attention_forward");
+}
+
+using Results = std::tuple<Tensor, Tensor, Tensor>;
+
+// What comes after the tensors that are split into heads.
+struct Given {
+  OptionalTensor mask, bias, key_lengths, seed;
+  OptionalString corner;
+  OptionalSymInt window_left, window_right;
+  double dropout_p;
+  std::optional<double> scale;
+  bool uniform_empty_rows;
+  std::array<int64_t, 4> origin{};
+
+  explicit Given(PyObject* const* a)
+      : mask(optional_tensor(a[kMask])),
+        bias(optional_tensor(a[kBias])),
+        key_lengths(optional_tensor(a[kKeyLengths])),
+        seed(optional_tensor(a[kSeed])),
+        corner(read<OptionalString>(a[kCorner])),
+        window_left(optional_length(a[kWindowLeft])),
+        window_right(optional_length(a[kWindowRight])),
+        dropout_p(read<double>(a[kDropout])),
+        scale(read<std::optional<double>>(a[kScale])),
+        uniform_empty_rows(a[kUniform] == Py_True) {}
+
+  Results forward(const Tensor& query, const Tensor& key, const Tensor& value) const {
+    return ops::forward().call(
+        query, key, value, mask, bias, key_lengths, seed, corner, window_left, window_right,
+        dropout_p, scale ? *scale : 1.0 / std::sqrt(static_cast<double>(query.size(-1))),
+        uniform_empty_rows, c10::fromIntArrayRefSlow(origin));
+  }
 };
 
 PyObject* attention_direct(PyObject*, PyObject* const* a, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == kCount && direct(a, kSeed + 1),
-                   "attention_direct must be given what is_direct accepts; call "
-                   "torch.ops.mha_ext.attention_forward");
-  const Tensor& query = tensor(a[kQuery]);
-  const OptionalTensor mask = optional_tensor(a[kMask]), bias = optional_tensor(a[kBias]);
-  const OptionalTensor key_lengths = optional_tensor(a[kKeyLengths]);
-  const OptionalTensor seed = optional_tensor(a[kSeed]);
-  const auto corner = read<OptionalString>(a[kCorner]);
-  const auto left = optional_length(a[kWindowLeft]), right = optional_length(a[kWindowRight]);
-  const double dropout_p = read<double>(a[kDropout]);
-  const double scale = a[kScale] == Py_None ? 1.0 / std::sqrt(static_cast<double>(query.size(-1)))
-                                            : read<double>(a[kScale]);
-  const bool uniform_empty_rows = a[kUniform] == Py_True;
-  std::array<int64_t, 4> origin{};
-  if (a[kOrigin] != Py_None) origin = read<std::array<int64_t, 4>>(a[kOrigin]);
-  std::tuple<Tensor, Tensor, Tensor> results;
+  enum { kOrigin = kShared, kOnlyOut, kCount };
+  check_direct("attention_direct", 4, a, count == kCount);
+  Given given(a);
+  if (a[kOrigin] != Py_None) given.origin = read<std::array<int64_t, 4>>(a[kOrigin]);
+  Results results;
   {
     const py::gil_scoped_release no_gil;
-    results = ops::forward().call(query, tensor(a[kKey]), tensor(a[kValue]), mask, bias,
-                                  key_lengths, seed, corner, left, right, dropout_p, scale,
-                                  uniform_empty_rows, c10::fromIntArrayRefSlow(origin));
+    results = given.forward(tensor(a[kQuery]), tensor(a[kKey]), tensor(a[kValue]));
   }
   auto& [out, lse, lse_low] = results;
   if (a[kOnlyOut] == Py_True) return THPVariable_Wrap(std::move(out));
   return Py_BuildValue("(NNN)", THPVariable_Wrap(std::move(out)), THPVariable_Wrap(std::move(lse)),
                        THPVariable_Wrap(std::move(lse_low)));
+  END_HANDLE_TH_ERRORS
+}
+
+// [B, L, heads * head_dim] -> [B, heads, L, head_dim], as a view.
+Tensor split_heads(const Tensor& tensor, int64_t head_dim) {
+  return tensor.unflatten(-1, {-1, head_dim}).transpose(1, 2);
+}
+
+PyObject* merged_attention_direct(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  enum { kHeadDim = kShared, kValueHeadDim, kCount };
+  check_direct("merged_attention_direct", 3, a, count == kCount);
+  const Given given(a);
+  const auto head_dim = read<int64_t>(a[kHeadDim]), value_dim = read<int64_t>(a[kValueHeadDim]);
+  Tensor out;
+  {
+    const py::gil_scoped_release no_gil;
+    const Tensor query = split_heads(tensor(a[kQuery]), head_dim);
+    const Tensor key = split_heads(tensor(a[kKey]), head_dim);
+    const Tensor value = split_heads(tensor(a[kValue]), value_dim);
+    out = std::get<0>(given.forward(query, key, value)).transpose(1, 2).flatten(2);
+  }
+  return THPVariable_Wrap(std::move(out));
   END_HANDLE_TH_ERRORS
 }
 
@@ -102,16 +149,21 @@ PyCFunction method(Function* function) {
 
 PyMethodDef methods[] = {
     {"is_direct", method(&is_direct), METH_FASTCALL,
-     "is_direct(query, key, value, *optional) -> bool\n\nWhether attention_direct takes them: "
-     "query "
-     "[B, H, Lq, D], all plain tensors (the optional ones may be None), no function mode active."},
+     "is_direct(rank, query, key, value, *optional) -> bool\n\nWhether the functions below take "
+     "them: all plain tensors (the optional ones may be None), query of `rank` dimensions, no "
+     "function mode active."},
     {"attention_direct", method(&attention_direct), METH_FASTCALL,
      "attention_direct(query, key, value, mask, bias, key_lengths, seed, corner, window_left, "
      "window_right, dropout_p, scale, uniform_empty_rows, origin, only_out)\n\n"
-     "torch.ops.mha_ext.attention_forward for the tensors that is_direct accepts, every argument "
-     "by "
-     "position.\nscale and origin may be None, for 1 / sqrt(D) and zeros. only_out: returns out "
-     "alone."},
+     "torch.ops.mha_ext.attention_forward for the tensors that is_direct(4, ...) accepts, every "
+     "argument by position.\nscale and origin may be None, for 1 / sqrt(D) and zeros. only_out: "
+     "returns out alone."},
+    {"merged_attention_direct", method(&merged_attention_direct), METH_FASTCALL,
+     "merged_attention_direct(query, key, value, mask, bias, key_lengths, seed, corner, "
+     "window_left, "
+     "window_right, dropout_p, scale, uniform_empty_rows, head_dim, value_head_dim)\n\n"
+     "The same for query [B, Lq, H * head_dim], key and value, that is_direct(3, ...) accepts: out "
+     "[B, Lq, H * value_head_dim].\nHeads are split and merged by strides."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

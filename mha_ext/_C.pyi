@@ -128,8 +128,8 @@ def attention_weights(
 ) -> Tensor:
     """torch.ops.mha_ext.attention_weights: P [B, H, Lq, Lk], or of the heads and rows asked for."""
 
-def is_direct(query: object, key: object, value: object, *optional: object) -> bool:
-    """Whether attention_direct takes them: query [B, H, Lq, D], all plain tensors, no function mode active."""
+def is_direct(rank: int, query: object, key: object, value: object, *optional: object) -> bool:
+    """Whether the next two take them: plain tensors, query of that rank, no function mode active."""
 
 def attention_direct(
     query: Tensor,
@@ -149,7 +149,27 @@ def attention_direct(
     only_out: bool,
     /,
 ) -> Any:
-    """torch.ops.mha_ext.attention_forward for the tensors that is_direct accepts; only_out: out alone."""
+    """torch.ops.mha_ext.attention_forward for what is_direct(4, ...) accepts; only_out: out alone."""
+
+def merged_attention_direct(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    corner: str | None,
+    window_left: int | None,
+    window_right: int | None,
+    dropout_p: float,
+    scale: float | None,
+    uniform_empty_rows: bool,
+    head_dim: int,
+    value_head_dim: int,
+    /,
+) -> Tensor:
+    """The same on [B, L, heads · head_dim], for what is_direct(3, ...) accepts: out [B, Lq, H · value_head_dim]."""
 
 def multi_head_attention(
     query: Tensor,

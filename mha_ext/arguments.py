@@ -118,7 +118,7 @@ def check_all_tensors(
 def diagonal(
     query: Tensor, key: Tensor, key_lengths: Tensor | None, causal: Causal, window: Window | None
 ) -> tuple[str | None, int | None, int | None]:
-    """(corner, window_left, window_right) as the operators take them."""
+    """(corner, window_left, window_right) as the operators take them; lengths are the last dimension but one."""
     if causal is False and window is None:
         return None, None, None
     check_causal(causal)
@@ -133,9 +133,9 @@ def diagonal(
             "causal=True must name its corner where key_lengths is given: "
             'pass "upper_left" (query i sees keys 0 .. i) or "lower_right" (the last query sees the last key)'
         )
-    if left is None and right is None or query.dim() < 4 or key.dim() < 4:
-        return None, left, right
-    queries, keys = query.shape[2], key.shape[2]
+    if left is None and right is None or query.dim() != key.dim():
+        return None, left, right  # the operators refuse tensors of different dimensions
+    queries, keys = query.shape[-2], key.shape[-2]
     if queries != keys and causal:
         raise ValueError(
             f"causal=True must have as many queries as keys, not Lq = {queries} and Lk = {keys}: "

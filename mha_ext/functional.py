@@ -201,7 +201,7 @@ def _attend(
     """The call of the operator; ``only_out``: out alone, not (out, lse, lse_low)."""
     # A compiler is shown the operator, which _C.attention_direct calls without torch.ops (csrc/direct.cpp).
     direct = not is_dynamo_compiling() and _C.is_direct(
-        query, key, value, mask, bias, key_lengths, seed
+        4, query, key, value, mask, bias, key_lengths, seed
     )
     if not direct:
         check_all_tensors(query, key, value, mask, bias, key_lengths, seed)
@@ -240,6 +240,63 @@ def _attend(
     else:
         found = _forward(*tensors, **options)
     return found[0] if only_out else found
+
+
+def merged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_lengths: Tensor | None,
+    causal: Causal,
+    window: Window | None,
+    dropout_p: float,
+    empty_rows: EmptyRows,
+    head_dim: int,
+    value_head_dim: int,
+) -> Tensor:
+    """`attention` on heads side by side, [B, L, heads · width]: what projections give, and what the last one takes."""
+    if not is_dynamo_compiling() and _C.is_direct(3, query, key, value, mask, bias, key_lengths):
+        seed, corner, left, right, _, uniform = resolved(
+            query, key, key_lengths, causal, window, dropout_p, None, None, empty_rows, True
+        )
+        merged: Tensor = _C.merged_attention_direct(
+            query,
+            key,
+            value,
+            mask,
+            bias,
+            key_lengths,
+            seed,
+            corner,
+            left,
+            right,
+            dropout_p,
+            None,
+            uniform,
+            head_dim,
+            value_head_dim,
+        )
+        return merged
+    out = attention(
+        split_heads(query, head_dim),
+        split_heads(key, head_dim),
+        split_heads(value, value_head_dim),
+        mask,
+        bias=bias,
+        key_lengths=key_lengths,
+        causal=causal,
+        window=window,
+        dropout_p=dropout_p,
+        empty_rows=empty_rows,
+    )
+    return out.transpose(1, 2).flatten(2)
+
+
+def split_heads(tensor: Tensor, head_dim: int) -> Tensor:
+    """[B, L, heads · head_dim] as [B, heads, L, head_dim]: strides only."""
+    return tensor.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
 def attention_weights(

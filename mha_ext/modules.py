@@ -18,7 +18,12 @@ from mha_ext.arguments import (
     check_window,
 )
 from mha_ext.cache import KVCache, rotate
-from mha_ext.functional import attention_with_lse, weights_from_lse
+from mha_ext.functional import (
+    attention_with_lse,
+    merged_attention,
+    split_heads,
+    weights_from_lse,
+)
 from mha_ext.linear import FastLinear
 
 if TYPE_CHECKING:
@@ -207,10 +212,30 @@ class MultiHeadAttention(nn.Module):
         mask = _join_masks(mask, key_padding_mask, key)
         causal = self.causal if causal is None else causal
 
-        # [B, L, H·D] -> [B, H, L, D]: strides only.
-        q = self.q_proj(query).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        k = self.k_proj(key).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        v = self.v_proj(value).unflatten(-1, (-1, self.value_head_dim)).transpose(1, 2)
+        projections: Any = self._modules  # what self.q_proj finds, sooner
+        q, k = projections["q_proj"](query), projections["k_proj"](key)
+        v = projections["v_proj"](value)
+        dropout = self.dropout if self.training else 0.0
+        split = need_weights or cache is not None or self.rotary_base is not None
+        if not split and self.parallel is None:
+            merged = merged_attention(
+                q,
+                k,
+                v,
+                mask,
+                bias,
+                key_lengths,
+                causal,
+                self.window,
+                dropout,
+                self.empty_rows,
+                self.head_dim,
+                self.value_head_dim,
+            )
+            result: Tensor = projections["out_proj"](merged)
+            return result
+        q, k = split_heads(q, self.head_dim), split_heads(k, self.head_dim)
+        v = split_heads(v, self.value_head_dim)
         if self.rotary_base is not None:
             if positions is None and cache is not None:
                 positions = cache.positions(query.shape[1], new_lengths)
@@ -232,10 +257,10 @@ class MultiHeadAttention(nn.Module):
             key_lengths=key_lengths,
             causal=causal,
             window=self.window,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout,
             empty_rows=self.empty_rows,
         )
-        out = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, Lq, H·Dv]: a view
+        out = projections["out_proj"](out.transpose(1, 2).flatten(2))  # [B, Lq, H·Dv]: a view
         if not need_weights:
             return out
         weights = weigh(
@@ -253,30 +278,22 @@ class MultiHeadAttention(nn.Module):
         return out, weights.mean(1) if average_weights else weights
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        inputs = (
-            ("query", "Lq", query, self.query_dim),
-            ("key", "Lk", key, self.key_dim),
-            ("value", "Lk", value, self.value_dim),
-        )
-        for name, length, tensor, width in inputs:
-            if not isinstance(tensor, Tensor):
-                raise TypeError(
-                    f"{name} must be a tensor [B, {length}, {width}], not {type(tensor).__name__}"
-                )
-            if tensor.dim() != 3 or tensor.shape[2] != width:
-                raise ValueError(
-                    f"{name} must be [B, {length}, {width}], not {list(tensor.shape)}; "
-                    f"set {name}_dim for another width, pass {name}[None] for a single sequence"
-                )
-        if query.shape[0] != key.shape[0]:
+        width = self.query_dim
+        query_shape = _checked_shape("query", "Lq", query, width)
+        key_shape = value_shape = query_shape
+        if key is not query or self.key_dim != width:
+            key_shape = value_shape = _checked_shape("key", "Lk", key, self.key_dim)
+        if value is not key or self.value_dim != self.key_dim:
+            value_shape = _checked_shape("value", "Lk", value, self.value_dim)
+        if query_shape[0] != key_shape[0]:
             raise ValueError(
-                f"key must have query's batch size {query.shape[0]}, not {key.shape[0]}; "
+                f"key must have query's batch size {query_shape[0]}, not {key_shape[0]}; "
                 "expand the one that is shared"
             )
-        if key.shape[:2] != value.shape[:2]:
+        if key_shape[:2] != value_shape[:2]:
             raise ValueError(
-                f"value must have key's batch size and length {list(key.shape[:2])}, "
-                f"not {list(value.shape[:2])}; pass one value for each key"
+                f"value must have key's batch size and length {list(key_shape[:2])}, "
+                f"not {list(value_shape[:2])}; pass one value for each key"
             )
 
     def _check_incremental(
@@ -346,6 +363,20 @@ _WIDTHS = (
     "out_dim",
     "num_kv_heads",
 )
+
+
+def _checked_shape(name: str, length: str, tensor: Tensor, width: int) -> torch.Size:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor [B, {length}, {width}], not {type(tensor).__name__}"
+        )
+    shape = tensor.shape
+    if len(shape) != 3 or shape[2] != width:
+        raise ValueError(
+            f"{name} must be [B, {length}, {width}], not {list(shape)}; "
+            f"set {name}_dim for another width, pass {name}[None] for a single sequence"
+        )
+    return shape
 
 
 def _positions(positions: Tensor | None, heads: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ def test_direct_is_the_operator() -> None:
     query, key, value = tensors()
     pair, seed = pairs(), torch.tensor([3, 4])
     inputs = (query, key, value, *pair.values(), seed)
-    assert _C.is_direct(*inputs) and _C.is_direct(nn.Parameter(query), key, value, None)
+    assert _C.is_direct(4, *inputs) and _C.is_direct(4, nn.Parameter(query), key, value, None)
     found = _C.attention_direct(*inputs, "lower_right", 4, 0, 0.2, 0.3, True, (1, 2, 3, 4), False)
     wanted = torch.ops.mha_ext.attention_forward(
         *inputs,
@@ -165,7 +165,7 @@ def test_direct_is_the_operator() -> None:
 def test_direct_refuses_what_torch_must_see() -> None:
     query, key, value = tensors()
     wrapped = query.as_subclass(Wrapped)
-    assert _C.is_direct(query, key, value)
+    assert _C.is_direct(4, query, key, value) and _C.is_direct(3, query[0], key, value)
     others = [
         (wrapped, key, value),
         (query, key, None),
@@ -173,11 +173,29 @@ def test_direct_refuses_what_torch_must_see() -> None:
         (query[0], key, value),
     ]
     for given in (*others, (query, key), (query, key, value, wrapped)):
-        assert not _C.is_direct(*given)
+        assert not _C.is_direct(4, *given)
     with Functions():
-        assert not _C.is_direct(query, key, value)
+        assert not _C.is_direct(4, query, key, value)
     with pytest.raises(TypeError, match="attention_direct must be given what is_direct accepts"):
         _C.attention_direct(wrapped, key, value)
+    with pytest.raises(TypeError, match="integer"):
+        _C.is_direct("4", query, key, value)
+
+
+def test_merged_direct() -> None:
+    query, key, value = tensors()
+    pair, seed = pairs(), torch.tensor([3, 4])
+    options: dict[str, Any] = {"corner": "lower_right", "window_left": 4, "window_right": 0}
+    options |= {"dropout_p": 0.2, "scale": 0.3, "uniform_empty_rows": True}
+    merged = [tensor.transpose(1, 2).flatten(2).contiguous() for tensor in (query, key, value)]
+    given = (*merged, *pair.values(), seed, *options.values())
+    found = _C.merged_attention_direct(*given, D, DV)
+    wanted = _C.attention_forward(query, key, value, **pair, seed=seed, **options)[0]
+    assert torch.equal(found, wanted.transpose(1, 2).flatten(2))
+    with pytest.raises(RuntimeError, match="unflatten"):
+        _C.merged_attention_direct(*given, D + 1, DV)
+    with pytest.raises(TypeError, match="merged_attention_direct must be given what is_direct"):
+        _C.merged_attention_direct(*given, D)
 
 
 def test_attention_is_seen_by_modes_and_subclasses() -> None:
@@ -361,7 +379,7 @@ def test_ceilings() -> None:
 
 def test_every_function_is_documented() -> None:
     names = [name for name in dir(_C) if not name.startswith("_")]
-    assert len(names) == 17, names
+    assert len(names) == 18, names
     for name in names:
         text = getattr(_C, name).__doc__
         assert len(text.splitlines()) > 1, name  # the signature, and what it does

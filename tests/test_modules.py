@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_ext
-from mha_ext import modules
 
 pytestmark = pytest.mark.isa
 
@@ -162,8 +161,22 @@ def test_a_shard_of_the_heads() -> None:
     close(parts[0] + parts[1] + layer.out_proj.bias, layer(x))
 
 
-def test_splitting_and_merging_the_heads_copies_nothing() -> None:
-    """attention() gets views of what the projections returned; out_proj gets a view of its out."""
+class Operator(TorchDispatchMode):
+    """What attention_forward is given, and what it returns."""
+
+    args: tuple[Any, ...] = ()
+    results: tuple[Tensor, ...] = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if func is torch.ops.mha_ext.attention_forward.default:
+            self.args, self.results = args, results
+        return results
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_splitting_and_merging_the_heads_copies_nothing(need_weights: bool) -> None:
+    """The operator gets views of what the projections returned; out_proj gets a view of its out."""
     layer = mha_ext.MultiHeadAttention(32, 4, num_kv_heads=2)
     pointers: dict[str, int] = {}
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -173,23 +186,17 @@ def test_splitting_and_merging_the_heads_copies_nothing() -> None:
     layer.out_proj.register_forward_pre_hook(
         lambda _, x: pointers.__setitem__("merged", x[0].data_ptr())
     )
-    attention, seen = modules.attention_with_lse, {}
-
-    def spy(*tensors: Tensor, **options: Any) -> Any:
-        result = attention(*tensors, **options)
-        seen.update(zip(("q_proj", "k_proj", "v_proj"), (t.data_ptr() for t in tensors)))
-        seen["merged"] = result[0].data_ptr()
-        return result
-
-    with mock.patch.object(modules, "attention_with_lse", spy):
-        layer(torch.randn(2, 5, 32))
-    assert seen == pointers
+    with Operator() as call:
+        layer(torch.randn(2, 5, 32), need_weights=need_weights)
+    names = ("q_proj", "k_proj", "v_proj", "merged")
+    seen = (*call.args[:3], call.results[0])
+    assert {name: tensor.data_ptr() for name, tensor in zip(names, seen)} == pointers
 
 
 def the_mask_passed(layer: nn.Module, *inputs: Tensor, **options: Any) -> Tensor:
-    with mock.patch.object(modules, "attention_with_lse", wraps=modules.attention_with_lse) as spy:
+    with Operator() as call:
         layer(*inputs, **options)
-    return spy.call_args.args[3]
+    return call.args[3]
 
 
 def test_masks_are_not_expanded() -> None:
