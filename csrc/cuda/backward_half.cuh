@@ -196,36 +196,35 @@ DEVICE bool half_gradient(const Attention& a, const HalfPlace& at, const SeenTil
   return true;
 }
 
-// sum += pairs times the rows of a tile; hidden pairs are 0, but 0 * NaN is NaN.
-template <class F>
-DEVICE void add_tile(const float (&pairs)[1][F::kColumns][4], bool partial,
-                     const uint32_t (&visible)[1], Address tile, int columns,
-                     float (&sum)[1][F::kWidth / 8][4]) {
+// sum += pairs times the rows of a tile; hidden pairs are 0, but 0 * NaN is NaN. kSigned: of any
+// sign where the tile is not finite.
+template <class F, bool kSigned = false>
+DEVICE void add_rounded(const uint32_t (&x)[1][F::kSteps][4], bool partial,
+                        const uint32_t (&visible)[1], Address tile, int columns,
+                        float (&sum)[1][F::kWidth / 8][4]) {
   using S = typename F::S;
-  uint32_t x[1][F::kSteps][4];
-  round_fragments<S>(pairs, x);
   if (!partial) {
     multiply_across<S, F::kRowBytes, false>(x, tile, columns, sum);
     return;
   }
   const bool dirty = multiply_across<S, F::kRowBytes, true>(x, tile, columns, sum);
-  if (ballot(dirty)) add_nonfinite<S, F::kRowBytes>(x, visible, tile, columns, sum);
+  if (ballot(dirty)) add_nonfinite<S, F::kRowBytes, kSigned>(x, visible, tile, columns, sum);
+}
+template <class F>
+DEVICE void add_tile(const float (&pairs)[1][F::kColumns][4], bool partial,
+                     const uint32_t (&visible)[1], Address tile, int columns,
+                     float (&sum)[1][F::kWidth / 8][4]) {
+  uint32_t x[1][F::kSteps][4];
+  round_fragments<typename F::S>(pairs, x);
+  add_rounded<F>(x, partial, visible, tile, columns, sum);
 }
 
 template <class F>
 DEVICE void store_dense_bias(const Attention& a, const Pairs& bias, const HalfPlace& at,
                              const float (&ds)[1][F::kColumns][4]) {
-  const int lane = lane_id();
-  const int64_t other0 = (int64_t)at.tile * F::kOthers;
-#pragma unroll
-  for (int e = 0; e < 4; e++) {
-    const int64_t q = at.own0() + 8 * (e / 2) + lane / 4, k = other0 + 2 * (lane % 4) + e % 2;
-    const int64_t to = at.b * bias.batch + at.h * bias.head + q * bias.query + k * bias.key;
-#pragma unroll
-    for (int j = 0; j < F::kColumns; j++)
-      if (q < a.queries && k + 8 * j < a.keys)
-        store_bias<typename F::S>(a, bias, to + 8 * j * bias.key, ds[0][j][e]);
-  }
+  for_each_pair<F>(
+      a, bias, at.b, at.h, at.own0(), (int64_t)at.tile * F::kOthers,
+      [&](int, int j, int e, int64_t to) { store_bias<typename F::S>(a, bias, to, ds[0][j][e]); });
 }
 
 // Rows that a block owns: of scores, and of values where dP is their product.
@@ -283,11 +282,11 @@ DEVICE void copy_others(const Attention& a, const AttentionGrad& g, int64_t b, i
 
 // dV += Z^T dO of rows without any key.
 template <class F>
-DEVICE void add_uniform_rows(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
+DEVICE void add_uniform_rows(const Attention& a, const Rows& grad_out, int64_t b, int64_t h,
                              int64_t k0, float (&sum)[1][F::kWidth / 8][4]) {
   using S = typename F::S;
   for_each_empty_row<float>(a, b, h, [&](int64_t i) {
-    const S* row = row_of<S>(g.grad_out, b, h, i);
+    const S* row = row_of<S>(grad_out, b, h, i);
     float weight[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -317,47 +316,73 @@ DEVICE SeenTiles other_tiles(const Attention& a, int64_t b, int64_t own0, int64_
     return seen_tiles<F::kOthers>(a, b, own0, rows);
 }
 
+// What a block of threads goes over: the tiles that its rows see, or are seen by, of each head that
+// shares its keys, one head after the other.
+struct HalfBlock {
+  int64_t b, rows, block0, own0;  // own0: of this warp, of `rows` in all
+  int head, group;                // of what is owned; query heads of it
+  SeenTiles block, seen;          // of the block, of this warp
+  DEVICE_MEMBER int count() const {
+    return group * (block.any_end > block.any ? block.any_end - block.any : 0);
+  }
+  DEVICE_MEMBER HalfPlace before() const {
+    return {b, (int)(own0 / 16), head * group - 1, block.any_end - 1, 0};
+  }
+  DEVICE_MEMBER HalfPlace after(const HalfPlace& at) const {
+    const bool wraps = at.tile + 1 == block.any_end;
+    return {at.b, at.own, at.h + (wraps ? 1 : 0), wraps ? block.any : at.tile + 1, at.stage};
+  }
+};
+template <class F>
+DEVICE HalfBlock half_block(const Attention& a, int64_t row) {
+  HalfBlock of;
+  const int64_t heads = F::kOwnsKeys ? a.kv_heads : a.heads;
+  of.b = row / heads;
+  of.head = (int)(row % heads);
+  of.group = F::kOwnsKeys ? (int)(a.heads / a.kv_heads) : 1;
+  of.rows = F::kOwnsKeys ? a.keys : a.queries;
+  // Under a causal mask early keys and late queries have the most to do.
+  const int64_t blocks = ceil_div(of.rows, F::kRows);
+  of.block0 = (F::kOwnsKeys ? blockIdx.x : blocks - 1 - blockIdx.x) * F::kRows;
+  of.own0 = of.block0 + warp_id() * 16;
+  of.block = other_tiles<F>(a, of.b, of.block0, min_of(F::kRows, of.rows - of.block0));
+  of.seen = {0, 0, 0, 0};
+  if (of.own0 < of.rows) of.seen = other_tiles<F>(a, of.b, of.own0, min_of(16, of.rows - of.own0));
+  return of;
+}
+
 template <class F>
 __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     backward_half_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT AttentionGrad g) {
-  const int64_t row = grid_row(), heads = F::kOwnsKeys ? a.kv_heads : a.heads;
-  if (row >= a.batch * heads) return;
-  const int64_t b = row / heads;
-  const int own_head = (int)(row % heads);
-  const int64_t rows = F::kOwnsKeys ? a.keys : a.queries, blocks = ceil_div(rows, F::kRows);
-  // Under a causal mask early keys and late queries have the most to do.
-  const int64_t block0 = (F::kOwnsKeys ? blockIdx.x : blocks - 1 - blockIdx.x) * F::kRows;
-  const int64_t own0 = block0 + warp_id() * 16;
-  const SeenTiles block = other_tiles<F>(a, b, block0, min_of(F::kRows, rows - block0));
-  const SeenTiles seen =
-      own0 < rows ? other_tiles<F>(a, b, own0, min_of(16, rows - own0)) : SeenTiles{0, 0, 0, 0};
-  // What a block goes over: the tiles of each head that shares its keys, one head after the other.
-  const int group = F::kOwnsKeys ? (int)(a.heads / a.kv_heads) : 1, head0 = own_head * group;
-  const int count = group * (block.any_end > block.any ? block.any_end - block.any : 0);
+  const int64_t row = grid_row();
+  if (row >= a.batch * (F::kOwnsKeys ? a.kv_heads : a.heads)) return;
+  const HalfBlock of = half_block<F>(a, row);
+  const int64_t b = of.b, own0 = of.own0;
+  const int count = of.count();
 
   float score_sum[1][F::kWidth / 8][4] = {}, value_sum[1][F::kWidth / 8][4] = {};
   QueryNumbers own[2] = {};
-  if constexpr (!F::kOwnsKeys) own_numbers(a, g, b, own_head, own0, own);
+  if constexpr (!F::kOwnsKeys) own_numbers(a, g, b, of.head, own0, own);
   if constexpr (F::kValues)
     if (a.uniform_empty_rows)
-      for (int h = head0; h < head0 + group; h++) add_uniform_rows<F>(a, g, b, h, own0, value_sum);
+      for (int h = of.head * of.group; h < (of.head + 1) * of.group; h++)
+        add_uniform_rows<F>(a, g.grad_out, b, h, own0, value_sum);
   const bool dense_bias = !F::kOwnsKeys && g.grad_bias.data && bias_is_dense(a, g.grad_bias);
   const bool with_scores = F::kOwnsKeys ? g.grad_key.data : g.grad_query.data;
-  copy_own<F>(a, g, b, own_head, block0);
-  HalfPlace at{b, (int)(own0 / 16), head0 - 1, block.any_end - 1, 0};
+  copy_own<F>(a, g, b, of.head, of.block0);
+  HalfPlace at = of.before();
   // Each turn fetches a tile and computes the one before.
 #pragma unroll 1
   for (int next = 0; next <= count; next++) {
     copy_wait<0>();
     sync_block();  // the tile before is there, and the place of the next is free
-    const bool wraps = at.tile + 1 == block.any_end;
-    const int next_tile = wraps ? block.any : at.tile + 1, next_head = at.h + (wraps ? 1 : 0);
+    const HalfPlace to = of.after(at);
     if (next < count)
-      copy_others<F>(a, g, b, next_head, block0, (int64_t)next_tile * F::kOthers, next & 1);
+      copy_others<F>(a, g, b, to.h, of.block0, (int64_t)to.tile * F::kOthers, next & 1);
     copy_commit();
     at.stage = (next & 1) ^ 1;
     HalfPairs<F> pairs;
-    if (next > 0 && half_gradient<F>(a, at, seen, own, pairs)) {
+    if (next > 0 && half_gradient<F>(a, at, of.seen, own, pairs)) {
       if constexpr (F::kValues)
         add_tile<F>(pairs.z, pairs.partial, pairs.visible, F::value_tile(at.stage),
                     (int)a.value_dim, value_sum);
@@ -368,21 +393,20 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
                       (int)a.head_dim, score_sum);
       }
     }
-    at.h = next_head;
-    at.tile = next_tile;
+    at = to;
   }
   copy_wait<0>();
 
   if constexpr (F::kScores)
     if (with_scores) {
       const float scale = (float)a.scale, factor[1][2] = {{scale, scale}};
-      store_fragments<typename F::S>(F::kOwnsKeys ? g.grad_key : g.grad_query, b, own_head,
-                                     at.own0(), rows, (int)a.head_dim, factor, score_sum);
+      store_fragments<typename F::S>(F::kOwnsKeys ? g.grad_key : g.grad_query, b, of.head,
+                                     at.own0(), of.rows, (int)a.head_dim, factor, score_sum);
     }
   if constexpr (F::kValues)
     if (g.grad_value.data) {
       const float scale = (float)a.dropout.keep_scale, factor[1][2] = {{scale, scale}};
-      store_fragments<typename F::S>(g.grad_value, b, own_head, at.own0(), rows, (int)a.value_dim,
+      store_fragments<typename F::S>(g.grad_value, b, of.head, at.own0(), of.rows, (int)a.value_dim,
                                      factor, value_sum);
     }
 }

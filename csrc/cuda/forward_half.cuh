@@ -33,16 +33,6 @@ struct RowState {
   float level[F::kFragments][2], l[F::kFragments][2];
 };
 
-template <class F>
-DEVICE void clear_out(RowState<F>& rows) {
-#pragma unroll
-  for (int m = 0; m < F::kFragments; m++)
-#pragma unroll
-    for (int n = 0; n < F::kWidth / 8; n++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) rows.out[m][n][e] = 0;
-}
-
 // The level of a score; that of a finite one is finite.
 DEVICE float level_of(float score) {
   const float level = score * kLog2E, lowest = lowest_finite(0.0f);
@@ -158,7 +148,7 @@ DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles
   const bool dirty =
       multiply_across<S, F::kRowBytes, true>(p, F::value_tile(stage), columns, rows.out);
   if (ballot(dirty))
-    add_nonfinite<S, F::kRowBytes>(p, visible, F::value_tile(stage), columns, rows.out);
+    add_nonfinite<S, F::kRowBytes, false>(p, visible, F::value_tile(stage), columns, rows.out);
 }
 
 template <class F>
@@ -206,7 +196,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   int last = (int)max_of(tile, min_of(block.any_end, (place.part + 1) * part_tiles));
 
   RowState<F> rows;
-  clear_out(rows);
+  clear_fragments(rows.out);
 #pragma unroll
   for (int m = 0; m < F::kFragments; m++)
 #pragma unroll

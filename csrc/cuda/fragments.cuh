@@ -6,18 +6,22 @@
 
 namespace mha_ext::cuda {
 
-// c[m][j] = sum over `columns` of rows of `left` (from left_row on) times rows of `right`: both
-// tiles have their rows along the sum. kAdd: c += that.
-template <class S, int kRowBytes, bool kAdd = false, int kFragments, int kColumns>
-DEVICE void multiply_rows(Address left, int left_row, Address right, int columns,
-                          float (&c)[kFragments][kColumns][4]) {
-  const int lane = lane_id();
+template <int kFragments, int kColumns>
+DEVICE void clear_fragments(float (&c)[kFragments][kColumns][4]) {
 #pragma unroll
   for (int m = 0; m < kFragments; m++)
 #pragma unroll
     for (int j = 0; j < kColumns; j++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) c[m][j][e] = kAdd ? c[m][j][e] : 0;
+      for (int e = 0; e < 4; e++) c[m][j][e] = 0;
+}
+
+// c[m][j] += sum over `columns` of rows of `left` (from left_row on) times rows of `right`: both
+// tiles have their rows along the sum.
+template <class S, int kRowBytes, int kFragments, int kColumns>
+DEVICE void add_rows(Address left, int left_row, Address right, int columns,
+                     float (&c)[kFragments][kColumns][4]) {
+  const int lane = lane_id();
   left += swizzled<kRowBytes>(left_row + lane % 16, lane / 16);
   right += swizzled<kRowBytes>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
@@ -34,6 +38,49 @@ DEVICE void multiply_rows(Address left, int left_row, Address right, int columns
       for (int m = 0; m < kFragments; m++) {
         multiply_add(S{}, c[m][j], x[m], y[0], y[1]);
         multiply_add(S{}, c[m][j + 1], x[m], y[2], y[3]);
+      }
+    }
+  }
+}
+
+// The same from zero on.
+template <class S, int kRowBytes, int kFragments, int kColumns>
+DEVICE void multiply_rows(Address left, int left_row, Address right, int columns,
+                          float (&c)[kFragments][kColumns][4]) {
+  clear_fragments(c);
+  add_rows<S, kRowBytes>(left, left_row, right, columns, c);
+}
+
+// c and moved from zero on: the products of two tiles of rows, `step` bytes apart, with the same
+// tile.
+template <class S, int kRowBytes, int kFragments, int kColumns>
+DEVICE void multiply_two_rows(Address left, int left_row, Address step, Address right, int columns,
+                              float (&c)[kFragments][kColumns][4],
+                              float (&moved)[kFragments][kColumns][4]) {
+  const int lane = lane_id();
+  clear_fragments(c);
+  clear_fragments(moved);
+  left += swizzled<kRowBytes>(left_row + lane % 16, lane / 16);
+  right += swizzled<kRowBytes>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll
+  for (int k = 0; k < kRowBytes / 32; k++) {
+    if (k * 16 >= columns) break;
+    uint32_t x[kFragments][4], x_moved[kFragments][4];
+#pragma unroll
+    for (int m = 0; m < kFragments; m++) {
+      load_matrices(x[m], stepped(left, k) + 16 * m * kRowBytes);
+      load_matrices(x_moved[m], stepped(left, k) + step + 16 * m * kRowBytes);
+    }
+#pragma unroll
+    for (int j = 0; j < kColumns; j += 2) {
+      uint32_t y[4];
+      load_matrices(y, stepped(right, k) + 8 * j * kRowBytes);
+#pragma unroll
+      for (int m = 0; m < kFragments; m++) {
+        multiply_add(S{}, c[m][j], x[m], y[0], y[1]);
+        multiply_add(S{}, c[m][j + 1], x[m], y[2], y[3]);
+        multiply_add(S{}, moved[m][j], x_moved[m], y[0], y[1]);
+        multiply_add(S{}, moved[m][j + 1], x_moved[m], y[2], y[3]);
       }
     }
   }
@@ -116,9 +163,9 @@ DEVICE float kind_of(uint32_t bits) {
 // What multiply_across left out, for the visible pairs alone: x * infinity and NaN. Bit
 // (16 half + 2 j + e) of visible[m] is the pair of element [2 half + e] of the fragment [m][j].
 // The products count: how often a visible x other than 0 meets which kind, and a visible 0
-// anything. x is P >= 0, or the gradient of scores, which is 0 or NaN where its factor is not
-// finite.
-template <class S, int kRowBytes, int kFragments, int kSteps, int kColumns>
+// anything. Without kSigned, x is P >= 0, or the gradient of scores, which is 0 or NaN where its
+// factor is not finite; with it, those below 0 are counted apart.
+template <class S, int kRowBytes, bool kSigned, int kFragments, int kSteps, int kColumns>
 DEVICE void add_nonfinite(const uint32_t (&x)[kFragments][kSteps][4],
                           const uint32_t (&visible)[kFragments], Address tile, int columns,
                           float (&c)[kFragments][kColumns][4]) {
@@ -129,10 +176,10 @@ DEVICE void add_nonfinite(const uint32_t (&x)[kFragments][kSteps][4],
       if (n * 16 >= columns) break;
 #pragma unroll
       for (int side = 0; side < 2; side++) {
-        float some[4] = {}, none[4] = {};
+        float some[4] = {}, none[4] = {}, below[4] = {};
 #pragma unroll
         for (int k = 0; k < kSteps; k++) {
-          uint32_t y[4], kinds[2], any[2], other[4], zero[4];
+          uint32_t y[4], kinds[2], any[2], other[4], zero[4], negative[4];
           load_across<kRowBytes>(y, tile, k, n);
 #pragma unroll
           for (int i = 0; i < 2; i++) {
@@ -146,19 +193,25 @@ DEVICE void add_nonfinite(const uint32_t (&x)[kFragments][kSteps][4],
             const uint32_t pair = x[m][k][i];
             const uint32_t bits = visible[m] >> (i % 2 * 16 + (2 * k + i / 2) * 2);
             const bool low_zero = !(pair & 0x7fff), high_zero = !(pair & 0x7fff0000);
-            other[i] = pack(S{}, bits & 1 && !low_zero, bits & 2 && !high_zero);
+            const bool low_below = kSigned && pair & 0x8000, high_below = kSigned && pair >> 31;
+            other[i] = pack(S{}, bits & 1 && !low_zero && !low_below,
+                            bits & 2 && !high_zero && !high_below);
             zero[i] = pack(S{}, bits & 1 && low_zero, bits & 2 && high_zero);
+            if constexpr (kSigned)
+              negative[i] = pack(S{}, bits & 1 && !low_zero && low_below,
+                                 bits & 2 && !high_zero && high_below);
           }
+          if constexpr (kSigned) multiply_add(S{}, below, negative, kinds[0], kinds[1]);
           multiply_add(S{}, some, other, kinds[0], kinds[1]);
           multiply_add(S{}, none, zero, any[0], any[1]);
         }
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-          const int count = (int)some[e];
+          const int count = (int)some[e], turned = (int)below[e];
           float& sum = c[m][2 * n + side][e];
-          if (count & 127) sum += INFINITY;
-          if (count >> 7 & 127) sum -= INFINITY;
-          if (count >> 14 || none[e] > 0) sum = NAN;
+          if (count & 127 || turned >> 7 & 127) sum += INFINITY;
+          if (count >> 7 & 127 || turned & 127) sum -= INFINITY;
+          if (count >> 14 || turned >> 14 || none[e] > 0) sum = NAN;
         }
       }
     }

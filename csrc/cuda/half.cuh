@@ -77,35 +77,41 @@ DEVICE uint32_t kept_words_across(const Attention& a, int64_t b, int64_t h, int6
   return words;
 }
 
+// visit(m, j, e, index) for the element [e] of each fragment [m][j] of one warp that is a pair,
+// with its index in `of`. From one to the next by steps: few registers hold all addresses.
+template <class F, class Visit>
+DEVICE void for_each_pair(const Attention& a, const Pairs& of, int64_t b, int64_t h, int64_t row0,
+                          int64_t column0, const Visit& visit) {
+  constexpr bool kKeys = F::kOwnsKeys;
+  row0 += lane_id() / 4;
+  column0 += 2 * (lane_id() % 4);
+  const int rows = (int)min_of(16 * F::kFragments, (kKeys ? a.keys : a.queries) - row0);
+  const int columns = (int)min_of(8 * F::kColumns, (kKeys ? a.queries : a.keys) - column0);
+  const int64_t down = kKeys ? of.key : of.query, right = kKeys ? of.query : of.key;
+  int64_t at = b * of.batch + h * of.head + row0 * down + column0 * right;
+#pragma unroll
+  for (int j = 0; j < F::kColumns; j++, at += 6 * right)
+#pragma unroll
+    for (int e = 0; e < 2; e++, at += right)
+#pragma unroll
+      for (int half = 0; half < 2 * F::kFragments; half++)
+        if (8 * half < rows && 8 * j + e < columns)
+          visit(half / 2, j, half % 2 * 2 + e, at + 8 * half * down);
+}
+
 // Adds the bias to the scores of one warp; -inf takes the pair's bit away. Whether any was.
 template <class F>
 DEVICE bool add_bias_tile(const Attention& a, int64_t b, int64_t h, int64_t row0, int64_t column0,
                           float (&s)[F::kFragments][F::kColumns][4],
                           uint32_t (&visible)[F::kFragments]) {
-  constexpr bool kKeys = F::kOwnsKeys;
-  const int64_t rows = kKeys ? a.keys : a.queries, columns = kKeys ? a.queries : a.keys;
-  const int64_t step = kKeys ? a.bias.query : a.bias.key;
-  const int lane = lane_id();
   bool hides = false;
-#pragma unroll
-  for (int m = 0; m < F::kFragments; m++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const int64_t row = row0 + 16 * m + 8 * (e / 2) + lane / 4;
-      const int64_t column = column0 + 2 * (lane % 4) + e % 2;
-      const int64_t at =
-          kKeys ? bias_index(a, b, h, column, row) : bias_index(a, b, h, row, column);
-#pragma unroll
-      for (int j = 0; j < F::kColumns; j++) {
-        if (row >= rows || column + 8 * j >= columns) continue;
-        const float bias = read_bias(a, typename F::S{}, at + 8 * j * step);
-        s[m][j][e] = add_bias(s[m][j][e], bias);
-        if (bias == -INFINITY) {
-          hides = true;
-          visible[m] &= ~(1u << (e / 2 * 16 + 2 * j + e % 2));
-        }
-      }
-    }
+  for_each_pair<F>(a, a.bias, b, h, row0, column0, [&](int m, int j, int e, int64_t at) {
+    const float bias = read_bias(a, typename F::S{}, at);
+    s[m][j][e] = add_bias(s[m][j][e], bias);
+    if (bias != -INFINITY) return;
+    hides = true;
+    visible[m] &= ~(1u << (e / 2 * 16 + 2 * j + e % 2));
+  });
   return hides;
 }
 

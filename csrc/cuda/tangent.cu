@@ -1,6 +1,6 @@
 // The tangents of forward and backward: the kernels of each dtype are in the sources beside this
 // one.
-#include "tangent_wide.cuh"
+#include "tangent.cuh"
 
 namespace mha_ext::cuda {
 

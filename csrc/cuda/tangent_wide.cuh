@@ -1,29 +1,9 @@
-// The tangents of forward and of backward, for every dtype, in multiply-adds: derivatives in a
-// direction Q', K', V', B' (and dO', dL'). What is missing is zero: its products are not computed.
-//   S' = scale (Q' K^T + Q K'^T) + B',  mu = rowsum(P o S') = lse',  P' = P o (S' - mu)
-//   O' = (P' o M) V + Z V'
-//   dP' = (dO' V^T + dO V'^T) o M,  dS' = P' o (dP - delta) + P o (dP' - delta')
-//   dV' = Z'^T dO + Z^T dO', dK' = scale (dS'^T Q + dS^T Q'), dQ' = scale (dS' K + dS K'), dB' =
-//   dS'
+// The tangents of forward and of backward for float32 and float64, in multiply-adds.
 #pragma once
 #include "backward_wide.cuh"
-#include "forward.cuh"
+#include "tangent.cuh"
 
 namespace mha_ext::cuda {
-
-// Tangents of one storage type: float, double, BFloat16, Float16; each is a source of its own.
-template <class S>
-const char* forward_tangent_of(const Attention& a, const AttentionTangent& t, Stream stream);
-template <class S>
-const char* backward_tangent_of(const Attention& a, const AttentionGrad& g,
-                                const AttentionTangent& t, void* scratch, Stream stream);
-
-HOST_DEVICE bool moves_scores(const AttentionTangent& t) {
-  return t.query.data || t.key.data || t.bias.data;
-}
-HOST_DEVICE bool moves_grads(const AttentionTangent& t) {
-  return t.grad_out.data || t.value.data || t.delta;
-}
 
 // S'; a pair that is hidden holds anything.
 template <class F, bool kOwnsKeys>
@@ -130,30 +110,6 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
         narrow(sum, to + column);
       }
   }
-}
-
-// delta' = rowsum(dO' o O + dO o O') - dL'; one warp a row.
-template <class S>
-__global__ void LAUNCH_BOUNDS(kRowThreads, 8)
-    delta_tangent_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT AttentionGrad g,
-                         const GRID_CONSTANT AttentionTangent t) {
-  using T = typename Softmax<S>::T;
-  const int64_t row = grid_row();
-  const int64_t i = (int64_t)blockIdx.x * (kRowThreads / kWarp) + warp_id();
-  if (row >= a.batch * a.heads || i >= a.queries) return;
-  const int64_t b = row / a.heads, h = row % a.heads, at = row * a.queries + i;
-  const auto dot = [&](const Rows& left, const Rows& right) {
-    const S *x = row_of<S>(left, b, h, i), *y = row_of<S>(right, b, h, i);
-    T sum = 0;
-    for (int64_t d = lane_id(); d < a.value_dim; d += kWarp)
-      sum = fma(widen(x[d]), widen(y[d]), sum);
-    for (int lanes = 16; lanes > 0; lanes /= 2) sum += shuffle_xor(sum, lanes);
-    return sum;
-  };
-  T sum = 0;
-  if (t.grad_out.data) sum += dot(t.grad_out, a.out);
-  if (t.out.data) sum += dot(g.grad_out, t.out);
-  if (lane_id() == 0) ((T*)t.delta)[at] = t.grad_lse ? sum - ((const T*)t.grad_lse)[at] : sum;
 }
 
 struct TangentTask {
@@ -267,30 +223,19 @@ struct TangentTask {
 template <class S, int kWidth>
 const char* forward_tangent_wide(const Attention& a, const AttentionTangent& t, Stream stream) {
   using F = Wide<S, kWidth>;
-  using T = typename F::T;
   const Grid grid{ceil_div(a.queries, 64) * max_of(1, ceil_div(a.value_dim, kWidth)),
                   a.batch * a.heads};
   const char* error =
       launch(forward_tangent_kernel<F>, grid, F::kThreads, F::kSharedBytes, stream, a, t);
-  if (error || !a.uniform_empty_rows || !t.value.data || a.keys == 0) return error;
-  // No score moves the rows without any key: they are the mean of V', as they are of V in forward.
-  Attention moved = a;
-  moved.value = t.value;
-  moved.out = t.out;
-  return launch(uniform_rows_kernel<S>,
-                {ceil_div(a.queries, kRowThreads / kWarp), a.batch * a.heads}, kRowThreads, 0,
-                stream, moved, (T)(a.dropout.keep_scale / (double)a.keys));
+  return error ? error : finish_rows_tangent<S>(a, t, stream);
 }
 
 template <class S, int kWidth>
 const char* backward_tangent_wide(const Attention& a, const AttentionGrad& g,
                                   const AttentionTangent& t, void* scratch, Stream stream) {
   using F = Wide<S, kWidth>;
-  const Grid rows{ceil_div(a.queries, kRowThreads / kWarp), a.batch * a.heads};
   const TangentTask task{a, g, t, {}};
-  const char* error = run_delta<S>(a, g, stream);
-  if (!error && t.delta)
-    error = launch(delta_tangent_kernel<S>, rows, kRowThreads, 0, stream, a, g, t);
+  const char* error = run_delta_tangent<S>(a, g, t, stream);
   if (!error) error = run_wide_scores<F>(task, stream);
   if (!error && g.grad_value.data) error = run_wide_gradient<F, Output::kValue>(task, stream);
   // Where the bias is constant along the keys, its gradient is that of lse, and so in the tangent.

@@ -175,8 +175,8 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 3)
         sync_block();  // this slice is there, and the place of the one before it is free
         fetch();
         if (any)
-          multiply_rows<S, F::kRowBytes, true>(F::query_slice(slice), warp_id() * 16,
-                                               F::key_slice(stage), columns - slice * F::kSlice, s);
+          add_rows<S, F::kRowBytes>(F::query_slice(slice), warp_id() * 16, F::key_slice(stage),
+                                    columns - slice * F::kSlice, s);
         stage = stage + 1 == F::kStages ? 0 : stage + 1;
       }
       if (any) weights_of_tile<F>(a, b, h, i0, k0, partial, numbers, visible, s);

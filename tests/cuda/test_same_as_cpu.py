@@ -8,6 +8,7 @@ import emulated
 import pytest
 import torch
 from cases import Inputs, Problem, make
+from emulated import HALF
 from test_forward import DTYPES
 from torch import Tensor
 
@@ -101,7 +102,7 @@ DIRECTIONS = (
 
 @pytest.mark.parametrize(
     ("names", "width"),
-    [*((names, 24) for names in DIRECTIONS), (DIRECTIONS[0], 140)],
+    [*((names, 24) for names in DIRECTIONS), (DIRECTIONS[0], 100), (DIRECTIONS[0], 140)],
     ids=lambda value: value if isinstance(value, int) else "+".join(value),
 )
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -147,6 +148,25 @@ def test_tangents(
     )
     for mine, theirs in zip(grads, wanted, strict=True):
         close(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_an_infinite_value_that_some_see(dtype: torch.dtype) -> None:
+    """P o S' has either sign, and so has what it makes of infinity."""
+    i = make(Problem(dtype, 1, 1, queries=20, keys=70, head_dim=16, mask="qk"))
+    i.value[0, 0, 3, 5], i.value[0, 0, 4, 6] = torch.inf, -torch.inf
+    direction = torch.randn(i.query.shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+    pairs = (i.mask, None, None, None)
+    operands = (i.query, i.key, i.value)
+    forward = ON_CPU.attention_forward(*operands, *pairs, scale=0.25)
+    leaves = (direction, None, None, None)
+    wanted = ON_CPU.attention_forward_tangent(*operands, *forward, *leaves, *pairs, scale=0.25)[0]
+    found = emulated.library().forward_tangent(
+        described(i, {"scale": 0.25}), forward, {"query": direction}
+    )[0]
+    assert wanted.isinf().any() and wanted.isfinite().any() and wanted.isnan().any()
+    for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        assert torch.equal(kind(found), kind(wanted))
 
 
 @pytest.mark.parametrize("far", [-1e9, -3e38])

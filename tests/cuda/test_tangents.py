@@ -18,7 +18,7 @@ NAMES = ("query", "key", "value", "bias")
 SIZES = {"batch": 2, "heads": 2, "kv_heads": 1, "queries": 20, "keys": 70, "head_dim": 20}
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"mask": "qk", "bias": "1hqk", "dropout_p": 0.3},
-    {"causal": "lower_right", "key_lengths": "random", "bias": "b1qk"},
+    {"causal": "lower_right", "key_lengths": "random", "bias": "bhqk"},
 )
 
 
@@ -90,9 +90,15 @@ def test_any_schedule_gives_the_same_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_what_is_hidden_does_not_matter(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    i = make(Problem(dtype, **SIZES, **options))
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [(torch.float16, 20), (torch.bfloat16, 72), (torch.bfloat16, 136), (torch.float32, 20)],
+    ids=str,
+)
+def test_what_is_hidden_does_not_matter(
+    dtype: torch.dtype, width: int, options: dict[str, Any]
+) -> None:
+    i = make(Problem(dtype, **{**SIZES, "head_dim": width}, **options))
     seen, directions = i.seen(), moved(i)
     want = tangents(i, directions)
     unseen, blind = ~seen.any(2).any(1), ~seen.any(3)  # [B, Lk], [B, H, Lq]
