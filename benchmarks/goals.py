@@ -187,7 +187,10 @@ def _decode(found: Found) -> Figure | None:
 
 
 def _extra(topic: str, cases: Sequence[str] | None) -> Callable[[Found], Figure | None]:
-    """The time beyond that without the option, for each pair that counts as visible."""
+    """The time beyond that without the option, for each pair that counts as visible.
+
+    Reading a mask or a bias, at the bandwidth of reading a tensor of its size, is not counted.
+    """
 
     def measure(found: Found) -> Figure | None:
         figures = []
@@ -199,7 +202,8 @@ def _extra(topic: str, cases: Sequence[str] | None) -> Callable[[Found], Figure 
             if not wanted or record["what"] in ("training", "memory") or beside is None:
                 continue
             work = record["flops"] / beside["flops"]
-            figures.append((seconds(record) / seconds(beside) / work - 1, label(record)))
+            taken = seconds(record) - (record.get("reading") or 0)
+            figures.append((taken / seconds(beside) / work - 1, label(record)))
         return _worst(figures, at_least=False)
 
     return measure

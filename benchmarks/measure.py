@@ -47,6 +47,7 @@ class Record:
     bytes: int | None = None
     peak: Samples | None = None
     bandwidth: Samples | None = None
+    reading: float | None = None  # seconds that reading the mask or the bias would take alone
     memory: int | None = None
     error: float | None = None
     wrong: list[str] = field(default_factory=list)
@@ -255,6 +256,8 @@ class Bench:
             if group.bandwidth:
                 for kind in ("read", "copy"):
                     visits[kind, None] = _bandwidth_probe(pool, threads, kind)
+            for size in {_mask_bytes(w.inputs) for w in work if group.topic == "masks"} - {0}:
+                visits["read", size] = _bandwidth_probe(pool, threads, "read", size, 0.01)
             if self.repeats is not None:
                 least = most = self.repeats
             else:
@@ -269,6 +272,8 @@ class Bench:
                 samples = [sample["rate"] for sample in values]
                 rates[key] = summary(samples)
                 kind, isa = key
+                if isinstance(isa, int):
+                    continue  # of the size of a mask
                 known = self.rates.setdefault((kind, isa and group.dtype, isa, threads), [])
                 known.extend(samples)
         records = []
@@ -297,6 +302,9 @@ class Bench:
                     record.flops = _flops(w.case, group, what)
                     if what == "forward":
                         record.bytes = _moved(w.case, DTYPES[group.dtype])
+                    rate = rates.get(("read", _mask_bytes(w.inputs)))
+                    if rate is not None and what in ("forward", "backward"):
+                        record.reading = w.case.scores * _mask_item(w.inputs) / rate.median
                 records.append(record)
         return records
 
@@ -407,6 +415,16 @@ def _moved(case: Case, dtype: torch.dtype) -> int:
     return elements * dtype.itemsize
 
 
+def _mask_item(inputs: Inputs) -> int:
+    """Bytes of the mask or the bias for each pair; 0 where there is none."""
+    return next((t.element_size() for t in (inputs.mask, inputs.bias) if t is not None), 0)
+
+
+def _mask_bytes(inputs: Inputs) -> int:
+    """Of the tensor, which batch entries and heads may share."""
+    return next((t.nbytes for t in (inputs.mask, inputs.bias) if t is not None), 0)
+
+
 def _peak_probe(
     pool: ThreadPoolExecutor, threads: int, dtype: str, isa: str
 ) -> Callable[[], dict[str, float]]:
@@ -421,14 +439,18 @@ def _peak_probe(
 
 
 def _bandwidth_probe(
-    pool: ThreadPoolExecutor, threads: int, kind: str
+    pool: ThreadPoolExecutor,
+    threads: int,
+    kind: str,
+    size: int = ROTATED_BYTES,
+    seconds: float = 0.05,
 ) -> Callable[[], dict[str, float]]:
-    """Over as many bytes as the inputs of a decoding step are rotated through."""
+    """Over as many bytes as the inputs of a decoding step are rotated through, or over others."""
     rate = {"read": _C.read_bandwidth, "copy": _C.copy_bandwidth}[kind]
 
     def visit() -> dict[str, float]:
-        size = ROTATED_BYTES // threads
-        return {"rate": sum(pool.map(lambda _: float(rate(size, 0.05)), range(threads)))}
+        each = size // threads
+        return {"rate": sum(pool.map(lambda _: float(rate(each, seconds)), range(threads)))}
 
     return visit
 

@@ -79,12 +79,15 @@ Pass forward(const Attention& a) {
       break;
   }
   set_ranges(pass, forward_ranges(a), "the two lengths alone");
-  if (plan.jobs.apart)
+  if (plan.jobs.apart && plan.kernel == ForwardKernel::kFew)
+    pass.why.push_back(text("a range is a task, of ", counted(plan.jobs.jobs, "head", "heads"),
+                            " of keys and values after one another"));
+  else if (plan.jobs.apart)
     pass.why.push_back(text("a range is a task: there are only ",
                             counted(plan.jobs.jobs, "block", "blocks"), " of queries"));
   set_tasks(pass, plan.jobs.tasks);
   if (plan.jobs.apart)
-    pass.memory.emplace_back("sums of the ranges", plan.jobs.jobs * plan.jobs.job_bytes);
+    pass.memory.emplace_back("sums of the ranges", plan.jobs.wave * plan.jobs.job_bytes);
   return pass;
 }
 

@@ -24,7 +24,11 @@ ForwardPlan plan_forward(const Attention& a, int64_t groups) {
   const TypeKernels& kernels = kernels_for(a);
   ForwardPlan plan{forward_kernel(a, kernels.one_tile_queries), 0, 0, 0, {}};
   const int64_t ranges = forward_ranges(a).count;
-  if (plan.kernel == ForwardKernel::kFew) {
+  // Where the heads of one position lie side by side, a page of memory holds rows of all of them,
+  // and is found once if they follow one another.
+  const bool few = plan.kernel == ForwardKernel::kFew;
+  const bool neighbours = few && a.kv_heads > 1 && a.key.head < a.key.row;
+  if (few) {
     plan.together = kFewRows;
     plan.parts = ceil_div(a.heads / a.kv_heads * a.queries, plan.together);
     plan.group_jobs = a.batch * a.kv_heads * plan.parts;
@@ -33,9 +37,9 @@ ForwardPlan plan_forward(const Attention& a, int64_t groups) {
     plan.parts = ceil_div(query_blocks(a), plan.together);
     plan.group_jobs = a.batch * a.heads * plan.parts;
   }
-  plan.jobs = plan_jobs(groups * plan.group_jobs, ranges,
-                        product_flops(a, groups, a.head_dim + a.value_dim),
-                        kernels.forward_scratch_bytes(a), ranges > 1 ? kernels.state_bytes(a) : 0);
+  plan.jobs = plan_jobs(
+      groups * plan.group_jobs, ranges, product_flops(a, groups, a.head_dim + a.value_dim),
+      kernels.forward_scratch_bytes(a), ranges > 1 ? kernels.state_bytes(a) : 0, neighbours);
   return plan;
 }
 
