@@ -225,7 +225,7 @@ class Library:
         """The same int64 numbers, by way of kernels' parameters."""
         to = torch.full_like(numbers, -1)
         count = ctypes.c_int64(numbers.numel())
-        addresses = [ctypes.c_void_p(_address(t)) for t in (numbers, to)]
+        addresses = [ctypes.c_void_p(address(t)) for t in (numbers, to)]
         self.call("emulated_upload", addresses[0], count, addresses[1])
         return to
 
