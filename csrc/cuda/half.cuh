@@ -78,7 +78,7 @@ DEVICE uint32_t kept_words_across(const Attention& a, int64_t b, int64_t h, int6
 }
 
 // visit(m, j, e, index) for the element [e] of each fragment [m][j] of one warp that is a pair,
-// with its index in `of`. From one to the next by steps: few registers hold all addresses.
+// with its index in `of`.
 template <class F, class Visit>
 DEVICE void for_each_pair(const Attention& a, const Pairs& of, int64_t b, int64_t h, int64_t row0,
                           int64_t column0, const Visit& visit) {
@@ -88,15 +88,17 @@ DEVICE void for_each_pair(const Attention& a, const Pairs& of, int64_t b, int64_
   const int rows = (int)min_of(16 * F::kFragments, (kKeys ? a.keys : a.queries) - row0);
   const int columns = (int)min_of(8 * F::kColumns, (kKeys ? a.queries : a.keys) - column0);
   const int64_t down = kKeys ? of.key : of.query, right = kKeys ? of.query : of.key;
-  int64_t at = b * of.batch + h * of.head + row0 * down + column0 * right;
+  const int64_t first = b * of.batch + h * of.head + row0 * down + column0 * right;
 #pragma unroll
-  for (int j = 0; j < F::kColumns; j++, at += 6 * right)
+  for (int half = 0; half < 2 * F::kFragments; half++)
 #pragma unroll
-    for (int e = 0; e < 2; e++, at += right)
+    for (int e = 0; e < 2; e++) {
+      const int64_t from = first + 8 * half * down + e * right;
 #pragma unroll
-      for (int half = 0; half < 2 * F::kFragments; half++)
+      for (int j = 0; j < F::kColumns; j++)
         if (8 * half < rows && 8 * j + e < columns)
-          visit(half / 2, j, half % 2 * 2 + e, at + 8 * half * down);
+          visit(half / 2, j, half % 2 * 2 + e, from + 8 * j * right);
+    }
 }
 
 // Adds the bias to the scores of one warp; -inf takes the pair's bit away. Whether any was.

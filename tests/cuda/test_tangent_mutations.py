@@ -19,7 +19,10 @@ SOURCES = {
 #include "backward_tangent_half.cuh"
 namespace mha_ext::cuda {
 int64_t forward_scratch_bytes(const Attention&) { return 0; }
-int64_t backward_scratch_bytes(const Attention&, const AttentionGrad&) { return 0; }
+int64_t backward_scratch_bytes(const Attention& a, const AttentionGrad& g) {
+  const BiasPlan plan = bias_plan(a, g.grad_bias);
+  return owner_count(plan) * plan.chunks * kTile * kTile * 4;
+}
 const char* forward_tangent(const Attention& a, const AttentionTangent& t, Stream stream) {
   return forward_tangent_half<BFloat16, 64>(a, t, stream);
 }
@@ -67,7 +70,7 @@ MUTATIONS = {
     "tangent of the tile": (FORWARD, "tile + F::kTileBytes, columns, moved)", "tile, columns, moved)", "wrong"),
     "terms swapped": (FORWARD, "tile + term * F::kTileBytes", "tile + (1 - term) * F::kTileBytes", "wrong"),
     "first term twice": (FORWARD, "term ? second[0][k][i]", "false ? second[0][k][i]", "wrong"),
-    "bias of another key": ("half.cuh", "j++, at += 6 * right)", "j++, at += 5 * right)", "wrong"),
+    "bias of another key": ("half.cuh", "from + 8 * j * right", "from", "wrong"),
     "mean of the tangent": (FORWARD, "to -= mu[half]", "to += mu[half]", "wrong lse|wrong out"),
     "half of the mean": (FORWARD, "    mu[half] += shuffle_xor(mu[half], 2);\n", "", "wrong"),
     "hidden": (FORWARD, "    select_tile<F>(pairs.visible, 0, moved);\n", "", "wrong"),
@@ -101,7 +104,7 @@ MUTATIONS = {
 
 def problem() -> tuple[Inputs, dict[str, Tensor]]:
     """Grouped heads under a band, a mask, dropout and a bias that broadcasts; a direction of it."""
-    inputs = make(replace(PROBLEM, heads=2, kv_heads=1, queries=90, bias="1hqk", dropout_p=0.2))
+    inputs = make(replace(PROBLEM, heads=2, kv_heads=1, queries=90, bias="b1qk", dropout_p=0.2))
     inputs.options |= {"causal": "upper_left", "window": (60, None)}
     rng = torch.Generator().manual_seed(5)
     direction = {
