@@ -16,7 +16,7 @@ struct HalfTangent {
   static constexpr bool kOwnsKeys = false;
   static constexpr int kWidth = kWidth_, kFragments = 1;  // D and Dv are at most kWidth
   static constexpr int kThreads = 128, kRows = 64;
-  static constexpr int kOthers = kWidth <= 64 ? 64 : kWidth <= 128 ? 32 : 16;  // rows of a tile
+  static constexpr int kOthers = kWidth <= 128 ? 32 : 16;  // rows of a tile
   static constexpr int kColumns = kOthers / 8, kSteps = kOthers / 16;
   static constexpr int kRowBytes = 2 * kWidth, kOwnBytes = kRows * kRowBytes;
   static constexpr int kTileBytes = kOthers * kRowBytes;
