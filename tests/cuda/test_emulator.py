@@ -63,7 +63,12 @@ MUTATIONS = {
         "    copy_wait<1>();\n    sync_block();",
         "a wait is missing",
     ),
-    "fragment": ("fragments.cuh", "lane % 8 + lane / 16 * 8, lane", "lane % 16, lane", "wrong"),
+    "fragment": (
+        "fragments.cuh",
+        "lane = lane_id();\n  left += swizzled<kRowBytes>(left_row + lane % 16, lane / 16)",
+        "lane = lane_id();\n  left += swizzled<kRowBytes>(left_row + lane % 16, lane / 8 % 2)",
+        "wrong",
+    ),
     "rounded fragment": (
         "fragments.cuh",
         "x[m][k][2 + half] =",
