@@ -30,22 +30,26 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   const int64_t together = plan.together, parts = plan.parts, jobs = plan.group_jobs;
   if (plan.kernel == ForwardKernel::kFew) {
     const int64_t rows = a.heads / a.kv_heads * a.queries;
+    const int64_t heads_jobs = ceil_div(a.kv_heads, plan.kv_heads);
     const auto place = [&](int64_t index, const auto& run) {
-      const int64_t job = index % jobs, head = job / parts, first = job % parts * together;
-      run(groups[index / jobs], head / a.kv_heads, head % a.kv_heads, first,
-          std::min(together, rows - first));
+      const int64_t job = index % jobs, heads = job / parts, first = job % parts * together;
+      const int64_t kv = heads % heads_jobs * plan.kv_heads;
+      run(groups[index / jobs], heads / heads_jobs, kv, std::min(plan.kv_heads, a.kv_heads - kv),
+          first, std::min(together, rows - first));
     };
     const auto part = [&](int64_t job, int64_t range, void* states, void* scratch) {
-      place(job, [&](const Attention& g, int64_t b, int64_t kv, int64_t first, int64_t size) {
-        kernels.forward_few(g, b, kv, first, size, range, states, scratch);
+      place(job, [&](const Attention& g, int64_t b, int64_t kv, int64_t heads, int64_t first,
+                     int64_t size) {
+        kernels.forward_few(g, b, kv, heads, first, size, range, states, scratch);
       });
     };
     for_each_job(
         plan.jobs, [&](int64_t job, void* scratch) { part(job, kEveryRange, nullptr, scratch); },
         part,
         [&](int64_t job, void* states, void* scratch) {
-          place(job, [&](const Attention& g, int64_t b, int64_t kv, int64_t first, int64_t size) {
-            kernels.merge_few(g, b, kv, first, size, states, scratch);
+          place(job, [&](const Attention& g, int64_t b, int64_t kv, int64_t heads, int64_t first,
+                         int64_t size) {
+            kernels.merge_few(g, b, kv, heads, first, size, states, scratch);
           });
         });
     return {out, lse, lse_low};

@@ -12,7 +12,7 @@ struct BackwardScratch : GradScratch<K> {
   using T = typename K::T;
   using Unit = typename K::Unit;
   Unit *query_rows, *grad_out_rows;  // vectors along the width, for dK and dV
-  Unit *keys_in, *keys_across, *values_in, *pairs, *pair_rows, *clean_keys;
+  Unit *keys_in, *keys_across, *values_in, *pairs, *pair_rows, *p_rows, *clean_keys;
   Operand* key_columns;  // of each tile
   bool* touched;         // whether the tile's grad_key and grad_value hold something
   Finite* finite;        // whether the tile's keys are
@@ -33,6 +33,7 @@ struct BackwardScratch : GradScratch<K> {
     finite = arena.take<Finite>(tiles);
     pairs = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
     pair_rows = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
+    p_rows = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
     total = arena.take<T>(query_sum_size(a));
     grad_query = arena.take<T>(query_sum_size(a));
     grad_key = arena.take<T>(length * d);
@@ -84,24 +85,21 @@ struct TilePlace {
   Update query_update;
 };
 
-// C = sum or C += terms, whichever is meant.
+// C = sum, C += terms or C += sum, whichever is meant.
 template <class K, Contiguous kA>
 void update_product(Update update, Operand a, int64_t rows, int64_t count,
                     const typename K::Unit* x, int64_t ldx, int64_t vectors, typename K::T* c,
                     int64_t ldc) {
   using X = typename K::X;
   using Dot = typename K::Dot;
-  switch (update) {
-    case Update::kStore:
-      return product<X, Dot, kA, Update::kStore>(a, rows, count, x, ldx, vectors, c, ldc);
-    case Update::kAdd:
-      return product<X, Dot, kA, Update::kAdd>(a, rows, count, x, ldx, vectors, c, ldc);
-    case Update::kAddSum:
-      return product<X, Dot, kA, Update::kAddSum>(a, rows, count, x, ldx, vectors, c, ldc);
-  }
+  if (update == Update::kStore)
+    return product<X, Dot, kA, Update::kStore>(a, rows, count, x, ldx, vectors, c, ldc);
+  if (update == Update::kAdd)
+    return product<X, Dot, kA, Update::kAdd>(a, rows, count, x, ldx, vectors, c, ldc);
+  product<X, Dot, kA, Update::kAddSum>(a, rows, count, x, ldx, vectors, c, ldc);
 }
 
-// grad_value, grad_key and grad_query of one tile, from w.p and w.ds.
+// grad_value, grad_key and grad_query of one tile, from w.p and w.ds, or these in pairs.
 template <class K>
 void add_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K>& tile,
                    Operand key_columns, BackwardScratch<K>& w) {
@@ -109,9 +107,10 @@ void add_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K
   const int64_t vectors = vectors_of<K>(tile.rows);
   const Update update = tile.fresh ? Update::kStore : Update::kAdd;
   // to[key][width] += weights^T rows, over the queries that need the key
-  const auto add_keys = [&](const typename K::T* weights, const typename K::Unit* rows,
-                            int64_t width, typename K::T* to) {
-    const Operand all = tile_operand<K>(weights, tile.keys, tile.rows, w.pair_rows);
+  const auto add_keys = [&](const typename K::T* weights, const typename K::Unit* paired,
+                            const typename K::Unit* rows, int64_t width, typename K::T* to) {
+    const Operand all = w.paired ? pairs_operand<K>(paired)
+                                 : tile_operand<K>(weights, tile.keys, tile.rows, w.pair_rows);
     for_band_keys<K>(w.bands, tile.keys, tile.rows, [&](Range keys, Range queries) {
       const int64_t unit = queries.begin / kStep;
       const Operand from{all.data + keys.begin * all.m_stride + unit * all.t_stride, all.m_stride,
@@ -122,10 +121,13 @@ void add_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K
                                              to + (tile.at + keys.begin) * width, width);
     });
   };
-  if (g.grad_value.data) add_keys(w.p, w.grad_out_rows, padded<K>(a.value_dim), w.grad_value);
-  if (g.grad_key.data) add_keys(w.ds, w.query_rows, padded<K>(a.head_dim), w.grad_key);
+  if (g.grad_value.data)
+    add_keys(w.p, w.p_queries, w.grad_out_rows, padded<K>(a.value_dim), w.grad_value);
+  if (g.grad_key.data)
+    add_keys(w.ds, w.ds_queries, w.query_rows, padded<K>(a.head_dim), w.grad_key);
   if (!g.grad_query.data) return;
-  const typename K::Unit* ds = tile_vectors<K>(w.ds, tile.keys, vectors, w.pairs);
+  const typename K::Unit* ds =
+      w.paired ? w.ds_keys : tile_vectors<K>(w.ds, tile.keys, vectors, w.pairs);
   for_bands<K>(w.bands, tile.keys, vectors, [&](Range seen, int64_t first, int64_t count) {
     const int64_t unit = seen.begin / kStep, lane = first * K::kLanes;
     const Operand from{key_columns.data + unit * key_columns.t_stride, key_columns.m_stride,
@@ -192,6 +194,11 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const bool add_bias = bias_is_added(a, g.grad_bias);
   const bool uniform = a.uniform_empty_rows && g.grad_value.data;
   for (int64_t r = 0; r < kRow; r++) w.one[r] = 1;
+  if (K::kPairs && !g.grad_bias.data) {
+    w.p_queries = w.p_rows;
+    w.ds_queries = w.pair_rows;
+    w.ds_keys = w.pairs;
+  }
   if (uniform) {
     for (int64_t i = 0; i < length * ld; i++) w.grad_key[i] = 0;
     for (int64_t i = 0; i < length * ldv; i++) w.grad_value[i] = 0;

@@ -61,6 +61,10 @@ Pass forward(const Attention& a) {
       pass.why.push_back(text(queries, ", at most ", kFewQueries,
                               ": a tile has the rows of the heads that share K and V, ",
                               plan.together, " at most"));
+      if (plan.kv_heads > 1)
+        pass.why.push_back(text("a task takes ", plan.kv_heads,
+                                " heads of keys and values, which lie side by side, ", kFewKeys,
+                                " keys at a time"));
       break;
     case ForwardKernel::kOneTile:
       pass.kernel = "one tile";
@@ -79,15 +83,12 @@ Pass forward(const Attention& a) {
       break;
   }
   set_ranges(pass, forward_ranges(a), "the two lengths alone");
-  if (plan.jobs.apart && plan.kernel == ForwardKernel::kFew)
-    pass.why.push_back(text("a range is a task, of ", counted(plan.jobs.jobs, "head", "heads"),
-                            " of keys and values after one another"));
-  else if (plan.jobs.apart)
+  if (plan.jobs.apart)
     pass.why.push_back(text("a range is a task: there are only ",
                             counted(plan.jobs.jobs, "block", "blocks"), " of queries"));
   set_tasks(pass, plan.jobs.tasks);
   if (plan.jobs.apart)
-    pass.memory.emplace_back("sums of the ranges", plan.jobs.wave * plan.jobs.job_bytes);
+    pass.memory.emplace_back("sums of the ranges", plan.jobs.jobs * plan.jobs.job_bytes);
   return pass;
 }
 

@@ -1,6 +1,8 @@
 // Forward for few queries, as in decoding. Here the memory is the limit: K and V are read once, as
 // they stand, for all rows that share them. A tile is stored [row][64 keys]: the lanes of the
-// scores are keys, those of the output the width.
+// scores are keys, those of the output the width. Heads that lie side by side are taken together,
+// a few keys at a time, so that memory is read in its order, and what follows is asked for in that
+// order too.
 namespace mha_ext::cpu {
 namespace {
 
@@ -22,18 +24,38 @@ struct FewState {
   }
 };
 
+// Of the key/value heads that are taken together.
+template <class K>
+struct FewStates {
+  char* base;
+  int64_t bytes;
+
+  FewStates(const Attention& a, Arena& arena) {
+    Arena one{nullptr};
+    FewState<K> state(a, one);
+    bytes = one.used;
+    base = arena.take<char>(few_heads(a) * bytes);
+  }
+  FewState<K> of(const Attention& a, int64_t head) const {
+    Arena one{base + head * bytes};
+    return FewState<K>(a, one);
+  }
+};
+
 template <class K>
 struct FewScratch {
   using T = typename K::T;
-  FewState<K> state, sum;  // of one range of keys, and of those before it
-  T *query, *s, *bias;
-  uint64_t* bits;
+  FewStates<K> state, sum;  // of one range of keys, and of those before it
+  T *query, *s, *bias;      // of the rows of all heads
+  uint64_t *bits, *any;     // of the rows, of the heads
 
   FewScratch(const Attention& a, Arena& arena) : state(a, arena), sum(a, arena) {
-    query = arena.take<T>(few_rows(a) * padded<K>(a.head_dim));
-    s = arena.take<T>(few_rows(a) * kTile);
+    const int64_t rows = few_heads(a) * few_rows(a);
+    query = arena.take<T>(rows * padded<K>(a.head_dim));
+    s = arena.take<T>(rows * kTile);
     bias = arena.take<T>(kTile);
-    bits = arena.take<uint64_t>(kFewRows);
+    bits = arena.take<uint64_t>(rows);
+    any = arena.take<uint64_t>(few_heads(a));
   }
 };
 
@@ -43,6 +65,13 @@ struct FewRow {
 };
 inline FewRow few_row(const Attention& a, int64_t kv, int64_t row) {
   return {kv * (a.heads / a.kv_heads) + row / a.queries, row % a.queries};
+}
+
+// Blocks of keys in which few_scores takes the first of by_rows.
+template <class K>
+int64_t few_blocks(int64_t rows, int64_t keys) {
+  const int64_t together = rows > 2 && K::kLanes >= 4 ? 4 : min_of(rows, 2);
+  return ceil_div(keys, K::kLanes / together);
 }
 
 // run<n>(r) for rows r .. r + n - 1. Three rows are done as four: the padding holds zeros.
@@ -119,7 +148,7 @@ void few_softmax(uint64_t bits, int64_t keys, typename K::T* s, typename K::T* m
 // out[row][0:width of kVectors] += sum over the keys of s[row][n] value[n], for kRows rows.
 template <class K, int kRows, int kVectors>
 void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64_t left,
-                 const typename K::T* s, typename K::T* out, int64_t ld, const NextRows& next) {
+                 const typename K::T* s, typename K::T* out, int64_t ld, NextRows* next) {
   using X = typename K::X;
   typename X::V sum[kRows][kVectors];
 #pragma GCC unroll 4
@@ -127,7 +156,7 @@ void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++) sum[r][i] = X::load(out + r * ld + i * K::kLanes);
   for (int64_t n = 0; n < keys; n++) {
-    if constexpr (kRows > 1) next.ask(n, 1);
+    if (next) next->ask();
     typename X::V v[kVectors];
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++)
@@ -149,13 +178,13 @@ void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64
 
 template <class K, int kRows>
 void few_values(const typename K::S* value, int64_t stride, int64_t keys, int64_t width,
-                const typename K::T* s, typename K::T* out, int64_t ld, const NextRows& next) {
+                const typename K::T* s, typename K::T* out, int64_t ld, NextRows* next) {
   constexpr int kSums = K::X::kRegisters / 2, kMost = kSums / kRows < 8 ? kSums / kRows : 8;
   int64_t d = 0;
   const auto columns = [&]<int kVectors>() __attribute__((always_inline)) {
     for (; width - d > (kVectors - 1) * K::kLanes; d += kVectors * K::kLanes)
       few_product<K, kRows, kVectors>(value + d, stride, keys, width - d, s, out + d, ld,
-                                      d ? NextRows() : next);
+                                      d ? nullptr : next);
   };
   columns.template operator()<kMost>();
   if constexpr (kMost > 4) columns.template operator()<4>();
@@ -191,73 +220,127 @@ void few_uniform(const Attention& a, int64_t b, int64_t kv, FewRow row, typename
   }
 }
 
-// The keys of one range, into the state.
+// Task of few queries: rows [first, first + rows) of each of `heads` key/value heads.
+struct FewTask {
+  int64_t batch, kv, heads, first, rows;
+};
+
+// The keys of one range, into the states.
 template <class K>
-void few_scan(const Attention& a, int64_t b, int64_t kv, int64_t first, int64_t rows, Range range,
-              const FewState<K>& state, FewScratch<K>& w) {
+void few_scan(const Attention& a, const FewTask& task, Range range, const FewStates<K>& states,
+              FewScratch<K>& w) {
   using T = typename K::T;
+  constexpr int64_t kItem = sizeof(typename K::S);
   const int64_t ld = padded<K>(a.head_dim), ldv = padded<K>(a.value_dim);
-  const auto row_at = [&](int64_t r) { return few_row(a, kv, first + r); };
+  const int64_t b = task.batch, rows = task.rows, ld_rows = few_rows(a);
+  const auto row_at = [&](int64_t head, int64_t r) {
+    return few_row(a, task.kv + head, task.first + r);
+  };
   Range seen{a.keys, 0};
   for (int64_t r = 0; r < rows; r++) {
-    const Range band = band_keys(a, b, row_at(r).query);
+    const Range band = band_keys(a, b, row_at(0, r).query);
     if (band.begin < band.end) seen = {min_of(seen.begin, band.begin), max_of(seen.end, band.end)};
-    state.m[r] = -(T)INFINITY;
-    state.l[r] = 0;
   }
-  for (int64_t i = 0; i < few_rows(a) * ldv; i++) state.out[i] = 0;
-  for (int64_t i = rows * kTile; i < few_rows(a) * kTile; i++) w.s[i] = 0;
+  for (int64_t head = 0; head < task.heads; head++) {
+    const FewState<K> state = states.of(a, head);
+    for (int64_t r = 0; r < rows; r++) {
+      state.m[r] = -(T)INFINITY;
+      state.l[r] = 0;
+    }
+    for (int64_t i = 0; i < ld_rows * ldv; i++) state.out[i] = 0;
+    for (int64_t i = rows * kTile; i < ld_rows * kTile; i++) w.s[head * ld_rows * kTile + i] = 0;
+  }
   seen = {max_of(seen.begin / kTile * kTile, range.begin), min_of(seen.end, range.end)};
 
+  // So many keys of all heads, one head after the other; then the next keys.
+  const auto rows_ahead = [&](const Rows& t, int64_t width, int64_t first, int64_t last,
+                              int64_t units) {
+    const int64_t bytes = ((task.heads - 1) * t.head + width) * kItem;
+    return NextRows((const char*)row_of<K>(t, b, task.kv, first), t.row * kItem, bytes,
+                    max_of(0, min_of(kFewKeys, last - first)), units);
+  };
   for (int64_t k0 = seen.begin; k0 < seen.end; k0 += kTile) {
     const int64_t keys = min_of(kTile, a.keys - k0);
-    const typename K::S* key = row_of<K>(a.key, b, kv, k0);
-    const typename K::S* value = row_of<K>(a.value, b, kv, k0);
-    uint64_t any = 0, all = ~0ull;
-    for (int64_t r = 0; r < rows; r++) {
-      w.bits[r] = row_visibility(a, b, row_at(r).head, row_at(r).query, k0, keys);
-      any |= w.bits[r];
+    uint64_t any = 0;
+    for (int64_t head = 0; head < task.heads; head++) {
+      w.any[head] = 0;
+      for (int64_t r = 0; r < rows; r++) {
+        const FewRow row = row_at(head, r);
+        uint64_t& bits = w.bits[head * ld_rows + r];
+        bits = row_visibility(a, b, row.head, row.query, k0, keys);
+        w.any[head] |= bits;
+      }
+      any |= w.any[head];
     }
     if (!any) continue;
-    // Several rows of 16 bits leave time between the reads, in which nothing would be asked for.
-    // (Measured: a fifth faster; float32 is a tenth slower so on AVX-512.) Few registers read V in
-    // strips of a line of each row, which no machine foresees. (Measured: a third faster on AVX2.)
-    constexpr int64_t kItem = sizeof(typename K::S);
-    constexpr bool kStrips = K::X::kRegisters == 16;
-    NextRows values_next, keys_next;
-    if (rows > 1 && (!K::kInPlace || kStrips))
-      values_next = {(const char*)value, a.value.row * kItem, a.value_dim * kItem, keys};
-    if (rows > 1 && !K::kInPlace) {
-      keys_next = {(const char*)(key + kTile * a.key.row), a.key.row * kItem, a.head_dim * kItem,
-                   min_of(kTile, seen.end - k0 - kTile)};
-    }
-    by_rows<K>(rows, [&]<int n>(int64_t r) __attribute__((always_inline)) {
-      few_scores<K, n>(key, a.key.row, keys, a.head_dim, w.query + r * ld, ld, w.s + r * kTile,
-                       r ? NextRows() : values_next);
-    });
-    for (int64_t r = 0; r < rows; r++) {
-      T* s = w.s + r * kTile;
-      if (a.bias.data)
-        w.bits[r] &= a.bias_is_float32
-                         ? few_bias<K, float>(a, b, row_at(r), k0, keys, w.bias, s)
-                         : few_bias<K, typename K::S>(a, b, row_at(r), k0, keys, w.bias, s);
-      few_softmax<K>(w.bits[r], keys, s, state.m + r, state.l + r, state.out + r * ldv, ldv);
-      if (a.dropout.seed) {
-        const uint64_t keep = few_keep(a, b, row_at(r), k0, keys);
-        for (int64_t n = 0; n < keys; n++) s[n] = keep >> n & 1 ? s[n] : 0;
+    for (int64_t n = 0; n < keys; n += kFewKeys) {
+      const int64_t some = min_of(kFewKeys, keys - n);
+      const int64_t units = task.heads * few_blocks<K>(rows, some);
+      NextRows next = n + kFewKeys < keys
+                          ? rows_ahead(a.key, a.head_dim, k0 + n + kFewKeys, k0 + keys, units)
+                          : rows_ahead(a.value, a.value_dim, k0, k0 + keys, units);
+      for (int64_t head = 0; head < task.heads; head++) {
+        if (!w.any[head]) continue;
+        const typename K::S* key = row_of<K>(a.key, b, task.kv + head, k0 + n);
+        const T* query = w.query + head * ld_rows * ld;
+        T* s = w.s + head * ld_rows * kTile + n;
+        by_rows<K>(rows, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
+          few_scores<K, kRows>(key, a.key.row, some, a.head_dim, query + r * ld, ld, (T)a.scale,
+                               s + r * kTile, r ? nullptr : &next);
+        });
       }
-      all &= w.bits[r];
     }
-    if (all != first_bits(keys) && !all_finite<K>(value, a.value.row, keys, a.value_dim)) {
-      for (int64_t r = 0; r < rows; r++)
-        few_selected<K>(value, a.value.row, w.bits[r], a.value_dim, w.s + r * kTile,
-                        state.out + r * ldv);
+    uint64_t all = ~0ull;
+    for (int64_t head = 0; head < task.heads; head++) {
+      if (!w.any[head]) continue;
+      const FewState<K> state = states.of(a, head);
+      for (int64_t r = 0; r < rows; r++) {
+        T* s = w.s + (head * ld_rows + r) * kTile;
+        uint64_t& bits = w.bits[head * ld_rows + r];
+        const FewRow row = row_at(head, r);
+        if (a.bias.data)
+          bits &= a.bias_is_float32 ? few_bias<K, float>(a, b, row, k0, keys, w.bias, s)
+                                    : few_bias<K, typename K::S>(a, b, row, k0, keys, w.bias, s);
+        few_softmax<K>(bits, keys, s, state.m + r, state.l + r, state.out + r * ldv, ldv);
+        if (a.dropout.seed) {
+          const uint64_t keep = few_keep(a, b, row, k0, keys);
+          for (int64_t n = 0; n < keys; n++) s[n] = keep >> n & 1 ? s[n] : 0;
+        }
+        all &= bits;
+      }
+    }
+    bool finite = true;
+    for (int64_t head = 0; all != first_bits(keys) && finite && head < task.heads; head++)
+      finite =
+          all_finite<K>(row_of<K>(a.value, b, task.kv + head, k0), a.value.row, keys, a.value_dim);
+    if (!finite) {
+      for (int64_t head = 0; head < task.heads; head++) {
+        if (!w.any[head]) continue;
+        const FewState<K> state = states.of(a, head);
+        for (int64_t r = 0; r < rows; r++)
+          few_selected<K>(row_of<K>(a.value, b, task.kv + head, k0), a.value.row,
+                          w.bits[head * ld_rows + r], a.value_dim,
+                          w.s + (head * ld_rows + r) * kTile, state.out + r * ldv);
+      }
       continue;
     }
-    by_rows<K>(rows, [&]<int n>(int64_t r) __attribute__((always_inline)) {
-      few_values<K, n>(value, a.value.row, keys, a.value_dim, w.s + r * kTile, state.out + r * ldv,
-                       ldv, r ? NextRows() : keys_next);
-    });
+    for (int64_t n = 0; n < keys; n += kFewKeys) {
+      const int64_t some = min_of(kFewKeys, keys - n);
+      const int64_t units = task.heads * some;
+      NextRows next = n + kFewKeys < keys
+                          ? rows_ahead(a.value, a.value_dim, k0 + n + kFewKeys, k0 + keys, units)
+                          : rows_ahead(a.key, a.head_dim, k0 + kTile, seen.end, units);
+      for (int64_t head = 0; head < task.heads; head++) {
+        if (!w.any[head]) continue;
+        const FewState<K> state = states.of(a, head);
+        const typename K::S* value = row_of<K>(a.value, b, task.kv + head, k0 + n);
+        by_rows<K>(rows, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
+          few_values<K, kRows>(value, a.value.row, some, a.value_dim,
+                               w.s + (head * ld_rows + r) * kTile + n, state.out + r * ldv, ldv,
+                               r ? nullptr : &next);
+        });
+      }
+    }
   }
 }
 
@@ -301,49 +384,58 @@ void few_finish(const Attention& a, int64_t b, int64_t kv, int64_t first, int64_
 template <class K>
 int64_t few_state_bytes(const Attention& a) {
   Arena arena{nullptr};
-  FewState<K> state(a, arena);
+  FewStates<K> states(a, arena);
   return arena.used;
 }
 
 template <class K>
-void forward_few(const Attention& a, int64_t b, int64_t kv, int64_t first, int64_t rows,
-                 int64_t range, void* states, void* scratch) {
+void forward_few(const Attention& a, int64_t b, int64_t kv, int64_t heads, int64_t first,
+                 int64_t rows, int64_t range, void* states, void* scratch) {
   using T = typename K::T;
   Arena arena{(char*)scratch};
   FewScratch<K> w(a, arena);
-  const int64_t ld = padded<K>(a.head_dim);
+  const FewTask task{b, kv, heads, first, rows};
+  const int64_t ld = padded<K>(a.head_dim), ld_rows = few_rows(a);
   const KeyRanges ranges = forward_ranges(a);
-  for (int64_t r = 0; r < rows; r++) {
-    const FewRow row = few_row(a, kv, first + r);
-    scale_query<K>(a, b, row.head, row.query, w.query + r * ld);
+  for (int64_t head = 0; head < heads; head++) {
+    T* query = w.query + head * ld_rows * ld;
+    for (int64_t r = 0; r < rows; r++) {
+      const FewRow row = few_row(a, kv + head, first + r);
+      few_query<K>(a, b, row.head, row.query, query + r * ld);
+    }
+    for (int64_t i = rows * ld; i < ld_rows * ld; i++) query[i] = (T)0;
   }
-  for (int64_t i = rows * ld; i < few_rows(a) * ld; i++) w.query[i] = (T)0;
-  const auto scan = [&](int64_t i, const FewState<K>& state) {
-    few_scan<K>(a, b, kv, first, rows, {i * ranges.size, min_of(a.keys, (i + 1) * ranges.size)},
-                state, w);
+  const auto scan = [&](int64_t i, const FewStates<K>& to) {
+    few_scan<K>(a, task, {i * ranges.size, min_of(a.keys, (i + 1) * ranges.size)}, to, w);
   };
   if (range != kEveryRange) {
     Arena place{(char*)states + range * few_state_bytes<K>(a)};
-    return scan(range, FewState<K>(a, place));
+    return scan(range, FewStates<K>(a, place));
   }
   scan(0, w.sum);
   for (int64_t i = 1; i < ranges.count; i++) {
     scan(i, w.state);
-    few_merge<K>(a, rows, w.state, w.sum);
+    for (int64_t head = 0; head < heads; head++)
+      few_merge<K>(a, rows, w.state.of(a, head), w.sum.of(a, head));
   }
-  few_finish<K>(a, b, kv, first, rows, w.sum, w);
+  for (int64_t head = 0; head < heads; head++)
+    few_finish<K>(a, b, kv + head, first, rows, w.sum.of(a, head), w);
 }
 
 template <class K>
-void merge_few(const Attention& a, int64_t b, int64_t kv, int64_t first, int64_t rows, void* states,
-               void* scratch) {
+void merge_few(const Attention& a, int64_t b, int64_t kv, int64_t heads, int64_t first,
+               int64_t rows, void* states, void* scratch) {
   Arena arena{(char*)scratch};
   FewScratch<K> w(a, arena);
   Arena place{(char*)states};
-  const FewState<K> sum(a, place);
-  for (int64_t i = 1; i < forward_ranges(a).count; i++)
-    few_merge<K>(a, rows, FewState<K>(a, place), sum);
-  few_finish<K>(a, b, kv, first, rows, sum, w);
+  const FewStates<K> sum(a, place);
+  for (int64_t i = 1; i < forward_ranges(a).count; i++) {
+    const FewStates<K> next(a, place);
+    for (int64_t head = 0; head < heads; head++)
+      few_merge<K>(a, rows, next.of(a, head), sum.of(a, head));
+  }
+  for (int64_t head = 0; head < heads; head++)
+    few_finish<K>(a, b, kv + head, first, rows, sum.of(a, head), w);
 }
 
 }  // namespace

@@ -18,6 +18,10 @@ struct QueryBlock {
 // Blocks that share what is packed of K and V.
 constexpr int64_t kGroup = 8;
 
+// How far a score may lie above what exp subtracts.
+template <class T>
+constexpr T kSlack = (T)5.5;
+
 // The state of one block after one range of keys: m [64], l [64], out [value_dim][64].
 template <class K>
 int64_t block_state_bytes(const Attention& a) {
@@ -62,40 +66,59 @@ struct ForwardScratch {
   }
 };
 
-// One tile of scores: raises m, rescales l and the output where m grew by more than e^5.5, S -> P,
-// adds P to l. For NV vectors of queries:
+// m[r] -> the maximum with these scores, where it grows by more than 5.5: then l and the output are
+// rescaled. For NV vectors of queries:
+template <class K, int NV>
+void raise_levels(int64_t keys, const typename K::T* s, typename K::T* m, typename K::T* l,
+                  typename K::T* out, int64_t value_dim) {
+  using X = typename K::X;
+  using V = typename X::V;
+  const V lowest = X::set(-(typename K::T)INFINITY), slack = X::set(kSlack<typename K::T>);
+  V top[2][NV];  // of even and of odd keys
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++) top[0][i] = top[1][i] = lowest;
+  int64_t n = 0;
+  for (; n + 2 <= keys; n += 2)
+#pragma GCC unroll 4
+    for (int i = 0; i < NV; i++) {
+      top[0][i] = X::max(X::load(s + n * kRow + i * K::kLanes), top[0][i]);
+      top[1][i] = X::max(X::load(s + (n + 1) * kRow + i * K::kLanes), top[1][i]);
+    }
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++) {
+    if (n < keys) top[0][i] = X::max(X::load(s + n * kRow + i * K::kLanes), top[0][i]);
+    const V level = X::max(top[0][i], top[1][i]), old = X::load(m + i * K::kLanes);
+    const typename X::M grows = X::gt(X::sub(level, old), slack);
+    if (!X::bits(grows)) continue;
+    const V raised = X::select(grows, level, old);
+    X::store(m + i * K::kLanes, raised);
+    const V factor = X::select(grows, exp_of<X>(X::sub(old, raised)), X::set(1));
+    X::store(l + i * K::kLanes, X::mul(factor, X::load(l + i * K::kLanes)));
+    typename K::T* o = out + i * K::kLanes;
+    for (int64_t d = 0; d < value_dim; d++)
+      X::store(o + d * kRow, X::mul(factor, X::load(o + d * kRow)));
+  }
+}
+
+// What exp subtracts. A row that has seen nothing yet: -inf - -inf would be NaN.
+template <class K>
+typename K::X::V level_of(const typename K::T* m) {
+  using X = typename K::X;
+  const typename X::V level = X::load(m);
+  return X::select(X::eq(level, X::set(-(typename K::T)INFINITY)), X::zero(), level);
+}
+
+// One tile of scores for NV vectors of queries: S -> P, adds P to l.
 template <class K, int NV>
 void softmax_lanes(int64_t keys, typename K::T* s, typename K::T* m, typename K::T* l,
                    typename K::T* out, int64_t value_dim) {
   using X = typename K::X;
   using V = typename X::V;
-  const V lowest = X::set(-(typename K::T)INFINITY), slack = X::set((typename K::T)5.5);
+  raise_levels<K, NV>(keys, s, m, l, out, value_dim);
   V level[NV], sum[2][NV];  // of even and of odd keys: shorter chains round less
 #pragma GCC unroll 4
-  for (int i = 0; i < NV; i++) level[i] = sum[0][i] = lowest;
-  int64_t n = 0;
-  for (; n + 2 <= keys; n += 2)
-#pragma GCC unroll 4
-    for (int i = 0; i < NV; i++) {
-      level[i] = X::max(X::load(s + n * kRow + i * K::kLanes), level[i]);
-      sum[0][i] = X::max(X::load(s + (n + 1) * kRow + i * K::kLanes), sum[0][i]);
-    }
-#pragma GCC unroll 4
   for (int i = 0; i < NV; i++) {
-    if (n < keys) level[i] = X::max(X::load(s + n * kRow + i * K::kLanes), level[i]);
-    const V top = X::max(level[i], sum[0][i]), old = X::load(m + i * K::kLanes);
-    const typename X::M grows = X::gt(top, X::add(old, slack));
-    level[i] = X::select(grows, top, old);
-    if (X::bits(grows)) {
-      X::store(m + i * K::kLanes, level[i]);
-      const V factor = X::select(grows, exp_of<X>(X::sub(old, level[i])), X::set(1));
-      X::store(l + i * K::kLanes, X::mul(factor, X::load(l + i * K::kLanes)));
-      typename K::T* o = out + i * K::kLanes;
-      for (int64_t d = 0; d < value_dim; d++)
-        X::store(o + d * kRow, X::mul(factor, X::load(o + d * kRow)));
-    }
-    // A row that has seen nothing yet: -inf - -inf would be NaN.
-    level[i] = X::select(X::eq(level[i], lowest), X::zero(), level[i]);
+    level[i] = level_of<K>(m + i * K::kLanes);
     sum[0][i] = sum[1][i] = X::zero();
   }
   const auto exponentials = [&](int64_t key, V* to) __attribute__((always_inline)) {
@@ -107,7 +130,8 @@ void softmax_lanes(int64_t keys, typename K::T* s, typename K::T* m, typename K:
       to[i] = X::add(to[i], e);
     }
   };
-  for (n = 0; n + 2 <= keys; n += 2) {
+  int64_t n = 0;
+  for (; n + 2 <= keys; n += 2) {
     exponentials(n, sum[0]);
     exponentials(n + 1, sum[1]);
   }
@@ -117,15 +141,73 @@ void softmax_lanes(int64_t keys, typename K::T* s, typename K::T* m, typename K:
     X::store(l + i * K::kLanes, X::add(X::load(l + i * K::kLanes), X::add(sum[0][i], sum[1][i])));
 }
 
-template <class K>
-void softmax_tile(int64_t keys, int64_t vectors, typename K::T* s, typename K::T* m,
-                  typename K::T* l, typename K::T* out, int64_t value_dim) {
+// The same for all 64 keys, P as pairs of keys; S stays. kTry: in the hope that no level has to be
+// raised. False, where one has to: then l is as it was.
+template <class K, int NV, bool kTry>
+bool softmax_pairs_lanes(const typename K::T* s, const typename K::T* m, typename K::T* l,
+                         typename K::Unit* pairs) {
+  using X = typename K::X;
+  using V = typename X::V;
+  const V lowest = X::set(-(typename K::T)INFINITY);
+  V level[NV], sum[2][NV], top[NV];
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++) {
+    level[i] = level_of<K>(m + i * K::kLanes);
+    if (kTry && X::bits(X::eq(X::load(m + i * K::kLanes), lowest))) return false;
+    sum[0][i] = sum[1][i] = X::zero();
+    top[i] = lowest;
+  }
+  for (int64_t n = 0; n < kTile; n += 2)
+#pragma GCC unroll 4
+    for (int i = 0; i < NV; i++) {
+      const typename K::T* p = s + n * kRow + i * K::kLanes;
+      const V x0 = X::sub(X::load(p), level[i]), x1 = X::sub(X::load(p + kRow), level[i]);
+      if (kTry) top[i] = X::max(x1, X::max(x0, top[i]));
+      const V e0 = exp_of<X>(x0), e1 = exp_of<X>(x1);
+      sum[0][i] = X::add(sum[0][i], e0);
+      sum[1][i] = X::add(sum[1][i], e1);
+      K::Dot::store_pairs(e0, e1, pairs + n / 2 * kRow + i * K::kLanes);
+    }
+  uint64_t grows = 0;
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++)
+    if (kTry) grows |= X::bits(X::gt(top[i], X::set(kSlack<typename K::T>)));
+  if (grows) return false;
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++)
+    X::store(l + i * K::kLanes, X::add(X::load(l + i * K::kLanes), X::add(sum[0][i], sum[1][i])));
+  return true;
+}
+
+// run<NV>(lane) for each NV vectors of queries.
+template <class K, class Run>
+void by_vectors(int64_t vectors, const Run& run) {
   constexpr int kMost = K::X::kRegisters == 32 ? 4 : 2;
   int64_t lane = 0;
   for (; vectors >= kMost; vectors -= kMost, lane += kMost * K::kLanes)
-    softmax_lanes<K, kMost>(keys, s + lane, m + lane, l + lane, out + lane, value_dim);
-  for (; vectors > 0; vectors--, lane += K::kLanes)
-    softmax_lanes<K, 1>(keys, s + lane, m + lane, l + lane, out + lane, value_dim);
+    run.template operator()<kMost>(lane);
+  for (; vectors > 0; vectors--, lane += K::kLanes) run.template operator()<1>(lane);
+}
+
+template <class K>
+void softmax_tile(int64_t keys, int64_t vectors, typename K::T* s, typename K::T* m,
+                  typename K::T* l, typename K::T* out, int64_t value_dim) {
+  by_vectors<K>(vectors, [&]<int NV>(int64_t lane) {
+    softmax_lanes<K, NV>(keys, s + lane, m + lane, l + lane, out + lane, value_dim);
+  });
+}
+
+// The same to the bit, rounded as tile_vectors rounds P.
+template <class K>
+void softmax_pairs(int64_t vectors, bool started, const typename K::T* s, typename K::T* m,
+                   typename K::T* l, typename K::T* out, int64_t value_dim,
+                   typename K::Unit* pairs) {
+  by_vectors<K>(vectors, [&]<int NV>(int64_t lane) {
+    if (started && softmax_pairs_lanes<K, NV, true>(s + lane, m + lane, l + lane, pairs + lane))
+      return;
+    raise_levels<K, NV>(kTile, s + lane, m + lane, l + lane, out + lane, value_dim);
+    softmax_pairs_lanes<K, NV, false>(s + lane, m + lane, l + lane, pairs + lane);
+  });
 }
 
 // tile[key][64 r] = bit ? tile : otherwise
@@ -141,12 +223,12 @@ void select_tile(const uint64_t* bits, int64_t keys, int64_t vectors, typename K
     }
 }
 
-// out[d][64 r] += P V for the P in w.s, or out = P V where the block has not started. Dirty: V is
-// not finite, and the tile is partial.
+// out[d][64 r] += P V for the P in w.s (or w.pairs, where it is), or out = P V where the block has
+// not started. Dirty: V is not finite, and the tile is partial.
 template <class K>
 void add_values(const Attention& a, const typename K::S* value, Operand columns, int64_t vectors,
-                int64_t keys, const Range* bands, bool dirty, bool started, ForwardScratch<K>& w,
-                typename K::T* out) {
+                int64_t keys, const Range* bands, bool dirty, bool started, bool paired,
+                ForwardScratch<K>& w, typename K::T* out) {
   using X = typename K::X;
   using Dot = typename K::Dot;
   const int64_t width = a.value_dim;
@@ -154,7 +236,7 @@ void add_values(const Attention& a, const typename K::S* value, Operand columns,
     clean_copy<K>(value, a.value.row, keys, width, w.clean);
     columns = columns_operand<K>(w.clean, width, keys, width, w.value);
   }
-  const typename K::Unit* p = tile_vectors<K>(w.s, keys, vectors, w.pairs);
+  const typename K::Unit* p = paired ? w.pairs : tile_vectors<K>(w.s, keys, vectors, w.pairs);
   for_bands<K>(bands, keys, vectors, [&](Range seen, int64_t first, int64_t count) {
     const int64_t unit = seen.begin / Dot::kStep, lane = first * K::kLanes;
     const Operand from{columns.data + unit * columns.t_stride, columns.m_stride, columns.t_stride};
@@ -255,12 +337,20 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
                           w.extra, &w.ahead, bands);
       const bool partial = visible == Visibility::kPartial;
       if (partial) select_tile<K>(w.bits, keys, q.vectors, -(T)INFINITY, w.s);
-      for_bands<K>(bands, keys, q.vectors, [&](Range seen, int64_t first, int64_t count) {
-        const int64_t lane = first * K::kLanes;
-        if (seen.begin < seen.end)
-          softmax_tile<K>(seen.end - seen.begin, count, w.s + seen.begin * kRow + lane, q.m + lane,
-                          q.l + lane, q.out + lane, q.started ? value_dim : 0);
-      });
+      const bool paired =
+          K::kPairs && with_values && !partial && !bands && keys == kTile && !a.dropout.seed;
+      if constexpr (K::kPairs) {
+        if (paired)
+          softmax_pairs<K>(q.vectors, q.started, w.s, q.m, q.l, q.out, q.started ? value_dim : 0,
+                           w.pairs);
+      }
+      if (!paired)
+        for_bands<K>(bands, keys, q.vectors, [&](Range seen, int64_t first, int64_t count) {
+          const int64_t lane = first * K::kLanes;
+          if (seen.begin < seen.end)
+            softmax_tile<K>(seen.end - seen.begin, count, w.s + seen.begin * kRow + lane,
+                            q.m + lane, q.l + lane, q.out + lane, q.started ? value_dim : 0);
+        });
       if (!with_values) continue;
       if (partial && !checked) {
         finite = all_finite<K>(value, a.value.row, keys, a.value_dim);
@@ -271,7 +361,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
         select_tile<K>(w.keep, keys, q.vectors, 0, w.s);
       }
       add_values<K>(a, value, value_columns, q.vectors, keys, bands, partial && !finite, q.started,
-                    w, q.out);
+                    paired, w, q.out);
       q.started = true;
     }
   }
@@ -314,7 +404,7 @@ void finish_block(const Attention& a, int64_t b, int64_t h, QueryBlock<K>& q,
       const typename K::S* value = row_of<K>(a.value, b, kv_head(a, h), k0);
       uniform_tile<K>(a, b, h, q.q0, q.rows, k0, keys, empty, w.keep, w.s);
       const Operand columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value);
-      add_values<K>(a, value, columns, q.vectors, keys, nullptr, false, k0 > 0, w, w.extra);
+      add_values<K>(a, value, columns, q.vectors, keys, nullptr, false, k0 > 0, false, w, w.extra);
     }
     for (int64_t d = 0; d < a.value_dim; d++)
       for (int64_t i = 0; i < q.vectors; i++) {

@@ -15,6 +15,10 @@ struct GradScratch {
   Range bands_storage[kMostBands];
   const Range* bands;  // of the tile, or nullptr
   Ahead ahead;
+  // Where there is room for them, P and dS of a whole tile in pairs come here, in place of p and
+  // ds: of queries, and dS of keys too. Then `paired` says so.
+  Unit *p_queries = nullptr, *ds_queries = nullptr, *ds_keys = nullptr;
+  bool paired = false;
 
   GradScratch(const Attention& a, Arena& arena) {
     query = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);
@@ -83,34 +87,63 @@ void load_queries(const Attention& a, const AttentionGrad& g, int64_t b, int64_t
     pack_lanes<K>(row_of<K>(g.grad_out, b, h, q0), g.grad_out.row, rows, a.value_dim, w.grad_out);
 }
 
+// What belongs to the queries of a vector.
+template <class X>
+struct GradLanes {
+  typename X::V high, low, shift, keep_scale;
+};
+
+// S -> P, or Z without the factor of dropout; dP -> dS, of one vector.
+template <class X, bool kDropout>
+[[gnu::always_inline]] inline void gradient_vector(const GradLanes<X>& of, uint64_t keep,
+                                                   typename X::V& p, typename X::V& ds) {
+  const typename X::V weight = exp_of<X>(X::sub(X::sub(p, of.high), of.low));
+  p = weight;
+  if constexpr (kDropout) {
+    const typename X::M in = X::mask(keep);
+    ds = X::select(in, X::mul(of.keep_scale, ds), X::zero());
+    p = X::select(in, weight, X::zero());
+  }
+  ds = X::mul(weight, X::sub(ds, of.shift));
+}
+
 // From S and dP of the keys of `seen`: w.p = P, or Z without the factor of dropout, w.ds = dS.
 // `kVectors` of them are the lanes of one pass, so that what belongs to a query stays in registers.
-template <class K, bool kDropout, bool kPartial, int kVectors>
+// kPaired: all 64 keys, in pairs.
+template <class K, bool kDropout, bool kPartial, bool kPaired, int kVectors>
 void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScratch<K>& w) {
   using X = typename K::X;
   using V = typename X::V;
-  V high[kVectors], low[kVectors], shift[kVectors];
+  GradLanes<X> of[kVectors];
 #pragma GCC unroll 4
   for (int i = 0; i < kVectors; i++) {
-    high[i] = X::load(w.high + lane + i * K::kLanes);
-    low[i] = X::load(w.low + lane + i * K::kLanes);
-    shift[i] = X::load(w.shift + lane + i * K::kLanes);
+    const int64_t at = lane + i * K::kLanes;
+    of[i] = {X::load(w.high + at), X::load(w.low + at), X::load(w.shift + at), X::set(keep_scale)};
   }
-  const V kept_scale = X::set(keep_scale);
   typename K::T *p = w.p + seen.begin * kRow + lane, *ds = w.ds + seen.begin * kRow + lane;
+  if constexpr (kPaired) {
+    for (int64_t n = 0; n < kTile; n += 2, p += 2 * kRow, ds += 2 * kRow)
+#pragma GCC unroll 4
+      for (int i = 0; i < kVectors; i++) {
+        const int at = i * K::kLanes;
+        V p0 = X::load(p + at), ds0 = X::load(ds + at);
+        V p1 = X::load(p + kRow + at), ds1 = X::load(ds + kRow + at);
+        gradient_vector<X, kDropout>(of[i], kDropout ? w.keep[n] >> (lane + at) : 0, p0, ds0);
+        gradient_vector<X, kDropout>(of[i], kDropout ? w.keep[n + 1] >> (lane + at) : 0, p1, ds1);
+        const int64_t to = n * kRow / 2 + (lane + at) / 2;
+        K::Dot::store_each(p0, p1, w.p_queries + to, w.p_queries + to + kRow / 2);
+        K::Dot::store_each(ds0, ds1, w.ds_queries + to, w.ds_queries + to + kRow / 2);
+        K::Dot::store_pairs(ds0, ds1, w.ds_keys + n / 2 * kRow + lane + at);
+      }
+    return;
+  }
   for (int64_t n = seen.begin; n < seen.end; n++, p += kRow, ds += kRow) {
     const uint64_t keep = kDropout ? w.keep[n] >> lane : 0, bits = kPartial ? w.bits[n] >> lane : 0;
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; i++) {
       const int at = i * K::kLanes;
-      V weight = exp_of<X>(X::sub(X::sub(X::load(p + at), high[i]), low[i]));
-      V grad = X::load(ds + at), kept = weight;
-      if constexpr (kDropout) {
-        const typename X::M in = X::mask(keep >> at);
-        grad = X::select(in, X::mul(kept_scale, grad), X::zero());
-        kept = X::select(in, weight, X::zero());
-      }
-      grad = X::mul(weight, X::sub(grad, shift[i]));
+      V kept = X::load(p + at), grad = X::load(ds + at);
+      gradient_vector<X, kDropout>(of[i], keep >> at, kept, grad);
       if constexpr (kPartial) {
         const typename X::M seen = X::mask(bits >> at);
         grad = X::select(seen, grad, X::zero());
@@ -125,6 +158,14 @@ void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScra
 template <class K, bool kDropout, bool kPartial>
 void gradient_rows(int64_t vectors, int64_t keys, double keep_scale, GradScratch<K>& w) {
   constexpr int kMost = K::X::kRegisters == 32 ? 4 : 1;
+  if constexpr (K::kPairs && !kPartial) {
+    if (w.paired) {
+      for (int64_t lane = 0; lane < kRow; lane += kMost * K::kLanes)
+        gradient_lanes<K, kDropout, false, true, kMost>(lane, {0, kTile}, (typename K::T)keep_scale,
+                                                        w);
+      return;
+    }
+  }
   const auto zero = [&](Range range, int64_t lane, int64_t count) {
     for (int64_t n = range.begin; n < range.end; n++)
       for (int64_t i = lane; i < lane + count * K::kLanes; i += K::kLanes) {
@@ -135,17 +176,18 @@ void gradient_rows(int64_t vectors, int64_t keys, double keep_scale, GradScratch
   for_bands<K>(w.bands, keys, vectors, [&](Range seen, int64_t first, int64_t count) {
     int64_t i = first;
     for (; i + kMost <= first + count; i += kMost)
-      gradient_lanes<K, kDropout, kPartial, kMost>(i * K::kLanes, seen, (typename K::T)keep_scale,
-                                                   w);
+      gradient_lanes<K, kDropout, kPartial, false, kMost>(i * K::kLanes, seen,
+                                                          (typename K::T)keep_scale, w);
     for (; i < first + count; i++)
-      gradient_lanes<K, kDropout, kPartial, 1>(i * K::kLanes, seen, (typename K::T)keep_scale, w);
+      gradient_lanes<K, kDropout, kPartial, false, 1>(i * K::kLanes, seen,
+                                                      (typename K::T)keep_scale, w);
     zero({0, seen.begin}, first * K::kLanes, count);
     zero({seen.end, keys}, first * K::kLanes, count);
   });
 }
 
-// w.p = Z (without the factor of dropout), w.ds = dS of one tile; hidden pairs are 0, whatever they
-// hold.
+// w.p = Z (without the factor of dropout), w.ds = dS of one tile, or these in pairs; hidden pairs
+// are 0, whatever they hold.
 template <class K>
 Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
                          int64_t q0, int64_t rows, int64_t k0, int64_t keys, Operand key_rows,
@@ -164,6 +206,7 @@ Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, 
   const bool partial = visible == Visibility::kPartial, dropout = a.dropout.seed != nullptr;
   if (dropout) dropout_tile<K>(a, b, h, q0, rows, k0, keys, w.keep);
   const double keep_scale = a.dropout.keep_scale;
+  w.paired = w.p_queries && !partial && !w.bands && rows == kTile && keys == kTile;
   if (dropout && partial)
     gradient_rows<K, true, true>(vectors, keys, keep_scale, w);
   else if (dropout)

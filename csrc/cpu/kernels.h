@@ -58,6 +58,17 @@ constexpr int64_t kEveryRange = -1;
 // Up to so many queries a head, forward takes the rows of all heads that share K and V together, a
 // few at a time.
 constexpr int64_t kFewQueries = 4, kFewRows = 32;
+// How many key/value heads such a call takes together: those that lie side by side in a page, all
+// rows of them. Of each, kFewKeys keys at a time.
+constexpr int64_t kFewKeys = 16;
+HOST_DEVICE int64_t few_heads(const Attention& a) {
+  constexpr int64_t kPage = 4096;
+  const bool side_by_side = a.key.head < a.key.row && a.value.head < a.value.row;
+  if (!side_by_side || a.heads / max_of(1, a.kv_heads) * a.queries > kFewRows) return 1;
+  const int64_t item = a.dtype == DType::kFloat64 ? 8 : a.dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t width = max_of(1, max_of(a.head_dim, a.value_dim)) * item;
+  return max_of(1, min_of(kPage / width, a.kv_heads));
+}
 
 enum class ForwardKernel { kFew, kOneTile, kTiled };
 // Whether all keys fit into one tile; where the products are of pairs, for no more than
@@ -118,12 +129,12 @@ struct TypeKernels {
   // as forward with kEveryRange.
   void (*merge)(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, void* states,
                 void* scratch);
-  // The same for rows [first, first + rows), rows <= kFewRows, of the heads of one key/value head,
-  // row = (head, query).
-  void (*forward_few)(const Attention& a, int64_t b, int64_t kv_head, int64_t first, int64_t rows,
-                      int64_t range, void* states, void* scratch);
-  void (*merge_few)(const Attention& a, int64_t b, int64_t kv_head, int64_t first, int64_t rows,
-                    void* states, void* scratch);
+  // The same for rows [first, first + rows), rows <= kFewRows, of the heads of each of kv_heads
+  // key/value heads (at most few_heads) from kv_head on, row = (head, query).
+  void (*forward_few)(const Attention& a, int64_t b, int64_t kv_head, int64_t kv_heads,
+                      int64_t first, int64_t rows, int64_t range, void* states, void* scratch);
+  void (*merge_few)(const Attention& a, int64_t b, int64_t kv_head, int64_t kv_heads, int64_t first,
+                    int64_t rows, void* states, void* scratch);
   int64_t (*state_bytes)(const Attention& a);  // whichever of the two takes this problem
   // delta = rowsum(dO * O) - dL for queries [64 block, …).
   void (*delta)(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t block);

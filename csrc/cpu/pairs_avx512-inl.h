@@ -17,6 +17,16 @@ struct PairUnits {
   static __mmask16 lanes(int64_t left) {
     return left >= 16 ? (__mmask16)0xffff : left > 0 ? F32x16::first(left) : (__mmask16)0;
   }
+  // 32 numbers of a row, of which there are `left`, or fewer: as pairs of neighbours.
+  static __m512 load_row(const BFloat16* p, int64_t left) {
+    if (left >= 32) return _mm512_loadu_ps((const float*)p);
+    if (left <= 0) return _mm512_setzero_ps();
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((1u << left) - 1, p));
+  }
+  // Lane i gets the products of pair i.
+  static __m512 add_products(__m512 sum, __m512 x, __m512 y) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);
+  }
   // (from[r][c], from[r + 1][c]) for 16 columns; zero past the last row and column.
   static __m512i pair_at(const BFloat16* from, int64_t stride, int64_t r, int64_t rows,
                          __mmask16 in) {
@@ -34,19 +44,36 @@ struct PairUnits {
         _mm512_storeu_si512(to + u * ld + c,
                             pair_at(from + c, stride, 2 * u, rows, lanes(columns - c)));
   }
-  // to[n / 2][64 lanes] = (tile[n], tile[n + 1])
-  static void pair_rows(const float* tile, int64_t keys, int64_t vectors, Unit* to) {
+  // Rounded: `first` in the low half, `second` in the high one.
+  static __m512i both(__m512 first, __m512 second) {
+    return (__m512i)_mm512_cvtne2ps_pbh(second, first);
+  }
+  // (first[i], second[i]) from both of them.
+  static __m512i pairs(__m512i both) {
     // 16-bit lanes 0, 16, 1, 17, …
     const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i order = _mm512_or_si512(
         count, _mm512_slli_epi32(_mm512_add_epi32(count, _mm512_set1_epi32(16)), 16));
+    return _mm512_permutexvar_epi16(order, both);
+  }
+  static void store_pairs(__m512 first, __m512 second, Unit* to) {
+    _mm512_storeu_si512(to, pairs(both(first, second)));
+  }
+  // Each for itself: pairs of neighbouring lanes.
+  static void store_each(__m512 first, __m512 second, Unit* to_first, Unit* to_second) {
+    const __m512i v = both(first, second);
+    _mm256_storeu_si256((__m256i*)to_first, _mm512_castsi512_si256(v));
+    _mm256_storeu_si256((__m256i*)to_second, _mm512_extracti64x4_epi64(v, 1));
+  }
+
+  // to[n / 2][64 lanes] = (tile[n], tile[n + 1])
+  static void pair_rows(const float* tile, int64_t keys, int64_t vectors, Unit* to) {
     for (int64_t n = 0; n < 2 * units(keys); n += 2)
       for (int64_t i = 0; i < vectors; i++) {
         const float* p = tile + n * kRow + i * 16;
         const __m512 first = n < keys ? _mm512_loadu_ps(p) : _mm512_setzero_ps();
         const __m512 second = n + 1 < keys ? _mm512_loadu_ps(p + kRow) : _mm512_setzero_ps();
-        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-        _mm512_storeu_si512(to + n / 2 * kRow + i * 16, _mm512_permutexvar_epi16(order, both));
+        store_pairs(first, second, to + n / 2 * kRow + i * 16);
       }
   }
   // to[n][32 pairs of lanes], zero in the lanes past `rows`

@@ -22,24 +22,21 @@ int64_t padded(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
 
 ForwardPlan plan_forward(const Attention& a, int64_t groups) {
   const TypeKernels& kernels = kernels_for(a);
-  ForwardPlan plan{forward_kernel(a, kernels.one_tile_queries), 0, 0, 0, {}};
+  ForwardPlan plan{forward_kernel(a, kernels.one_tile_queries), 0, 0, 1, 0, {}};
   const int64_t ranges = forward_ranges(a).count;
-  // Where the heads of one position lie side by side, a page of memory holds rows of all of them,
-  // and is found once if they follow one another.
-  const bool few = plan.kernel == ForwardKernel::kFew;
-  const bool neighbours = few && a.kv_heads > 1 && a.key.head < a.key.row;
-  if (few) {
+  if (plan.kernel == ForwardKernel::kFew) {
     plan.together = kFewRows;
     plan.parts = ceil_div(a.heads / a.kv_heads * a.queries, plan.together);
-    plan.group_jobs = a.batch * a.kv_heads * plan.parts;
+    plan.kv_heads = few_heads(a);
+    plan.group_jobs = a.batch * ceil_div(a.kv_heads, plan.kv_heads) * plan.parts;
   } else {  // one block where its ranges may be tasks
     plan.together = blocks_together(a, groups, ranges > 1 ? 1 : kernels.group);
     plan.parts = ceil_div(query_blocks(a), plan.together);
     plan.group_jobs = a.batch * a.heads * plan.parts;
   }
-  plan.jobs = plan_jobs(
-      groups * plan.group_jobs, ranges, product_flops(a, groups, a.head_dim + a.value_dim),
-      kernels.forward_scratch_bytes(a), ranges > 1 ? kernels.state_bytes(a) : 0, neighbours);
+  plan.jobs = plan_jobs(groups * plan.group_jobs, ranges,
+                        product_flops(a, groups, a.head_dim + a.value_dim),
+                        kernels.forward_scratch_bytes(a), ranges > 1 ? kernels.state_bytes(a) : 0);
   return plan;
 }
 

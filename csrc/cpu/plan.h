@@ -9,7 +9,8 @@ namespace mha_ext::cpu {
 struct ForwardPlan {
   ForwardKernel kernel;
   int64_t together;    // blocks of 64 queries of a head that a job takes; kFew: rows
-  int64_t parts;       // jobs of a head; kFew: of a key/value head
+  int64_t parts;       // jobs of a head; kFew: of kv_heads key/value heads
+  int64_t kv_heads;    // that a job takes; kFew only
   int64_t group_jobs;  // of one group
   JobPlan jobs;        // over the ranges of keys
 };

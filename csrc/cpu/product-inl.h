@@ -63,11 +63,13 @@ struct Multiply {
 // 1, t) are neighbours (columns of V). One of the two strides is then known, which keeps the
 // addresses in few registers.
 enum class Contiguous { kAlongT, kAlongM };
-enum class Update { kStore, kAdd, kAddSum };  // C = sum; C += terms, one by one; C += sum
+// C = sum; C += terms, one by one; C += sum; C = factor sum; C += factor sum
+enum class Update { kStore, kAdd, kAddSum, kStoreScaled, kAddScaled };
 
 template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC>
 [[gnu::always_inline]] inline void micro(Operand a, int64_t count, const typename Dot::Unit* x,
-                                         int64_t ldx, typename X::T* c, int64_t ldc) {
+                                         int64_t ldx, typename X::T* c, int64_t ldc,
+                                         typename X::T factor) {
   typename X::V sum[MR][NV];
 #pragma GCC unroll 16
   for (int m = 0; m < MR; m++)
@@ -89,12 +91,17 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC>
     x += ldx;
     a.data += t_stride;
   }
+  [[maybe_unused]] const typename X::V f = X::set(factor);
 #pragma GCC unroll 16
   for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
     for (int i = 0; i < NV; i++) {
       typename X::T* to = c + m * ldc + i * X::kLanes;
-      X::store(to, kC == Update::kAddSum ? X::add(X::load(to), sum[m][i]) : sum[m][i]);
+      typename X::V v = sum[m][i];
+      if constexpr (kC == Update::kStoreScaled) v = X::mul(f, v);
+      if constexpr (kC == Update::kAddScaled) v = X::fma(f, v, X::load(to));
+      if constexpr (kC == Update::kAddSum) v = X::add(X::load(to), v);
+      X::store(to, v);
     }
 }
 
@@ -103,12 +110,12 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC>
 template <class X, class Dot, int NV, Contiguous kA, Update kC>
 __attribute__((noinline)) void panel(Operand a, int64_t rows, int64_t count,
                                      const typename Dot::Unit* x, int64_t ldx, typename X::T* c,
-                                     int64_t ldc, Ahead* ahead) {
+                                     int64_t ldc, Ahead* ahead, typename X::T factor) {
   constexpr int kMost = X::kRegisters == 32 ? (NV == 4 ? 6 : NV == 3 ? 8 : 12) : (NV == 2 ? 6 : 12);
   const int64_t m_stride = kA == Contiguous::kAlongM ? (int64_t)sizeof(*x) : a.m_stride;
   const auto at_a_time = [&]<int kRows>() __attribute__((always_inline)) {
     while (rows >= kRows) {
-      micro<X, Dot, kRows, NV, kA, kC>(a, count, x, ldx, c, ldc);
+      micro<X, Dot, kRows, NV, kA, kC>(a, count, x, ldx, c, ldc, factor);
       a.data += kRows * m_stride;
       c += kRows * ldc;
       rows -= kRows;
@@ -139,25 +146,28 @@ __attribute__((noinline)) void panel(Operand a, int64_t rows, int64_t count,
 
 template <class X, class Dot, Contiguous kA, Update kC>
 void product_vectors(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x,
-                     int64_t ldx, int64_t vectors, typename X::T* c, int64_t ldc, Ahead* ahead) {
+                     int64_t ldx, int64_t vectors, typename X::T* c, int64_t ldc, Ahead* ahead,
+                     typename X::T factor) {
   if constexpr (X::kRegisters == 32) {
     for (; vectors >= 4; vectors -= 4, x += 4 * X::kLanes, c += 4 * X::kLanes)
-      panel<X, Dot, 4, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead);
-    if (vectors == 3) return panel<X, Dot, 3, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead);
+      panel<X, Dot, 4, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead, factor);
+    if (vectors == 3)
+      return panel<X, Dot, 3, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead, factor);
   }
   for (; vectors >= 2; vectors -= 2, x += 2 * X::kLanes, c += 2 * X::kLanes)
-    panel<X, Dot, 2, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead);
-  if (vectors) panel<X, Dot, 1, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead);
+    panel<X, Dot, 2, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead, factor);
+  if (vectors) panel<X, Dot, 1, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead, factor);
 }
 
 // C[0:rows, 0:vectors * lanes], `count` units along t.
 template <class X, class Dot, Contiguous kA, Update kC>
 void product(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x, int64_t ldx,
-             int64_t vectors, typename X::T* c, int64_t ldc, Ahead* ahead = nullptr) {
+             int64_t vectors, typename X::T* c, int64_t ldc, Ahead* ahead = nullptr,
+             typename X::T factor = 1) {
   if constexpr (Dot::kRowBlock > 1)  // a matrix unit does whole tiles
     Dot::template product<kC>(a, rows, count, x, ldx, vectors, c, ldc);
   else
-    product_vectors<X, Dot, kA, kC>(a, rows, count, x, ldx, vectors, c, ldc, ahead);
+    product_vectors<X, Dot, kA, kC>(a, rows, count, x, ldx, vectors, c, ldc, ahead, factor);
 }
 
 // `count` rounds of independent multiply-adds on registers only: the ceiling of this instruction.

@@ -98,31 +98,25 @@ void for_each_task(int64_t tasks, double flops, int64_t scratch_bytes, const Run
   for_each_task(plan_tasks(tasks, flops, scratch_bytes), run);
 }
 
-// Jobs of which each is a sum of `parts`: all of a job by one thread; or the parts as tasks
-// (`apart`), and the sum by whoever finishes a job's last part. Both give the same bits. The parts
-// are tasks where the jobs are too few for the threads, or where the same parts of neighbouring
-// jobs are best done one after the other.
+// Jobs of which each is a sum of `parts`: all of a job by one thread, or, where the jobs are too
+// few for the threads, the parts as tasks (`apart`), and the sum by whoever finishes a job's last
+// part. Both give the same bits.
 struct JobPlan {
   int64_t jobs = 0, parts = 1;
   bool apart = false;
-  int64_t wave = 0;       // jobs whose parts, and states, there are at a time
   int64_t job_bytes = 0;  // of the states of a job's parts, where they are apart
-  TaskPlan tasks;         // of all jobs
+  TaskPlan tasks;
 };
 
 inline JobPlan plan_jobs(int64_t jobs, int64_t parts, double flops, int64_t scratch_bytes,
-                         int64_t part_bytes, bool neighbours) {
+                         int64_t part_bytes) {
   constexpr int64_t kJobsEnough = 8;  // for each thread
-  constexpr int64_t kStateBytes = int64_t{8} << 20;
-  const int64_t enough = kJobsEnough * available_threads();
+  const int64_t threads = available_threads();
   JobPlan plan;
-  plan.jobs = plan.wave = jobs;
+  plan.jobs = jobs;
   plan.parts = parts;
-  plan.apart = parts > 1 && (neighbours || (enough > kJobsEnough && jobs < enough));
-  if (plan.apart) {
-    plan.job_bytes = (parts * part_bytes + 63) / 64 * 64;
-    plan.wave = std::min(jobs, std::max(enough, kStateBytes / plan.job_bytes));
-  }
+  plan.apart = parts > 1 && threads > 1 && jobs < kJobsEnough * threads;
+  if (plan.apart) plan.job_bytes = (parts * part_bytes + 63) / 64 * 64;
   plan.tasks = plan_tasks(plan.apart ? jobs * parts : jobs, flops, scratch_bytes);
   return plan;
 }
@@ -131,21 +125,15 @@ inline JobPlan plan_jobs(int64_t jobs, int64_t parts, double flops, int64_t scra
 template <class Whole, class Part, class Sum>
 void for_each_job(const JobPlan& plan, const Whole& whole, const Part& part, const Sum& sum) {
   if (!plan.apart) return for_each_task(plan.tasks, whole);
-  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(plan.wave * plan.job_bytes);
-  std::vector<std::atomic<int64_t>> left(plan.wave);
-  for (int64_t first = 0; first < plan.jobs; first += plan.wave) {
-    const int64_t count = std::min(plan.wave, plan.jobs - first);
-    for (auto& parts : left) parts.store(plan.parts, std::memory_order_relaxed);
-    TaskPlan tasks = plan.tasks;
-    tasks.tasks = count * plan.parts;
-    tasks.threads = std::min(tasks.threads, tasks.tasks);
-    for_each_task(tasks, [&](int64_t task, void* scratch) {
-      const int64_t job = task % count;
-      char* states = static_cast<char*>(memory.get()) + job * plan.job_bytes;
-      part(first + job, task / count, states, scratch);
-      if (left[job].fetch_sub(1, std::memory_order_acq_rel) == 1) sum(first + job, states, scratch);
-    });
-  }
+  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(plan.jobs * plan.job_bytes);
+  std::vector<std::atomic<int64_t>> left(plan.jobs);
+  for (auto& count : left) count.store(plan.parts, std::memory_order_relaxed);
+  for_each_task(plan.tasks, [&](int64_t task, void* scratch) {
+    const int64_t job = task / plan.parts;
+    char* states = static_cast<char*>(memory.get()) + job * plan.job_bytes;
+    part(job, task % plan.parts, states, scratch);
+    if (left[job].fetch_sub(1, std::memory_order_acq_rel) == 1) sum(job, states, scratch);
+  });
 }
 
 }  // namespace mha_ext::cpu

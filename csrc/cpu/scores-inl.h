@@ -24,21 +24,25 @@ void pack_query(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t ro
                             (typename K::T)a.scale);
 }
 
-// tile[key][64 queries] = sum_d rows[key][d] lanes[d][query]. A long sum is cut in pieces of 128
-// that are added at the end: rounding errors grow with the length of a chain.
-template <class K>
+// tile[key][64 queries] = sum_d rows[key][d] lanes[d][query], kScaled: times factor. A long sum is
+// cut in pieces of 128 that are added at the end: rounding errors grow with the length of a chain.
+template <class K, bool kScaled = false>
 void score_product(Operand rows, int64_t keys, int64_t columns, const typename K::Unit* lanes,
-                   int64_t vectors, typename K::T* tile, Ahead* ahead = nullptr) {
+                   int64_t vectors, typename K::T* tile, Ahead* ahead = nullptr,
+                   typename K::T factor = 1) {
+  constexpr Update kFirst = kScaled ? Update::kStoreScaled : Update::kStore;
+  constexpr Update kRest = kScaled ? Update::kAddScaled : Update::kAddSum;
   using X = typename K::X;
   using Dot = typename K::Dot;
   constexpr int64_t kPiece = 128 / Dot::kStep;
   const int64_t units = units_of<K>(columns);
-  product<X, Dot, Contiguous::kAlongT, Update::kStore>(rows, keys, min_of(units, kPiece), lanes,
-                                                       kRow, vectors, tile, kRow, ahead);
+  product<X, Dot, Contiguous::kAlongT, kFirst>(rows, keys, min_of(units, kPiece), lanes, kRow,
+                                               vectors, tile, kRow, ahead, factor);
   for (int64_t t = kPiece; t < units; t += kPiece) {
     const Operand piece{rows.data + t * rows.t_stride, rows.m_stride, rows.t_stride};
-    product<X, Dot, Contiguous::kAlongT, Update::kAddSum>(
-        piece, keys, min_of(units - t, kPiece), lanes + t * kRow, kRow, vectors, tile, kRow, ahead);
+    product<X, Dot, Contiguous::kAlongT, kRest>(piece, keys, min_of(units - t, kPiece),
+                                                lanes + t * kRow, kRow, vectors, tile, kRow, ahead,
+                                                factor);
   }
 }
 
@@ -47,27 +51,42 @@ typename X::V load_up_to(const From* p, int64_t n) {
   return n >= X::kLanes ? X::load(p) : X::load(p, n);
 }
 
-// Rows of a tile that will be wanted next: asked for a few at a time, between the products of the
-// tile before.
-struct NextRows {
-  const char* data = nullptr;
-  int64_t stride = 0, bytes = 0, rows = 0;  // bytes of a row, and from one to the next
-
-  void ask(int64_t first, int64_t count) const {
-    for (int64_t r = first; r < min_of(first + count, rows); r++)
-      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(data + r * stride + at);
+// Rows that will be wanted next: asked for in their order, a share with each of `units` pieces of
+// work.
+class NextRows {
+ public:
+  NextRows(const char* data, int64_t stride, int64_t bytes, int64_t rows, int64_t units)
+      : row_(data), stride_(stride), bytes_(bytes), rows_(rows) {
+    share_ = ceil_div(rows * ceil_div(bytes, kLine), max_of(1, units));
   }
+  [[gnu::always_inline]] void ask() {
+    for (int64_t i = 0; i < share_ && rows_ > 0; i++) {
+      __builtin_prefetch(row_ + at_, 0, 2);
+      if ((at_ += kLine) < bytes_) continue;
+      at_ = 0;
+      row_ += stride_;
+      rows_--;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  const char* row_;
+  int64_t stride_, bytes_, rows_, share_, at_ = 0;
 };
 
 // s[r][n] = sum_d key[n][d] query[r][d] for kRows rows of queries and kLanes / kRows keys: a vector
 // of partial sums for each pair, and all of these are added at once. What a pair's sum is depends
-// on neither count. Past the last key the last one stands in.
+// on neither count. Past the last key the last one stands in. The queries are those of few_query,
+// and the sums of pairs are multiplied by the scale afterwards.
 template <class K, int kRows, bool kWhole>
 void few_scores_block(const typename K::S* key, int64_t stride, int64_t keys, int64_t columns,
-                      const typename K::T* query, int64_t ld, typename K::T* s) {
+                      const typename K::T* query, int64_t ld, typename K::T scale,
+                      typename K::T* s) {
   using X = typename K::X;
   using V = typename X::V;
   constexpr int kLanes = K::kLanes, kKeys = kLanes / kRows;
+  constexpr int kColumns = K::kPairs ? 2 * kLanes : kLanes;  // of a vector of a row
   // Four rows share a pointer: that leaves the addresses in registers.
   const typename K::S* p[kKeys];
 #pragma GCC unroll 16
@@ -78,22 +97,30 @@ void few_scores_block(const typename K::S* key, int64_t stride, int64_t keys, in
   const auto step = [&]<bool kFull>(int64_t d) __attribute__((always_inline)) {
     V q[kRows];
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; r++) q[r] = X::load(query + r * ld + d);
+    for (int r = 0; r < kRows; r++) q[r] = X::load(query + r * ld + d / (kColumns / kLanes));
 #pragma GCC unroll 16
     for (int i = 0; i < kKeys; i++) {
       const typename K::S* from = kWhole ? p[i / 4 * 4] + i % 4 * stride : p[i];
-      const V v = kFull ? X::load(from) : X::load(from, columns - d);
+      if constexpr (K::kPairs) {
+        const auto v = K::Dot::load_row(from, kFull ? kColumns : columns - d);
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; r++) sum[r * kKeys + i] = X::fma(v, q[r], sum[r * kKeys + i]);
+        for (int r = 0; r < kRows; r++)
+          sum[r * kKeys + i] = K::Dot::add_products(sum[r * kKeys + i], v, q[r]);
+      } else {
+        const V v = kFull ? X::load(from) : X::load(from, columns - d);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; r++) sum[r * kKeys + i] = X::fma(v, q[r], sum[r * kKeys + i]);
+      }
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < kKeys; i++) p[i] += kLanes;
+    for (int i = 0; i < kKeys; i++) p[i] += kColumns;
   };
   int64_t d = 0;
-  for (; d + kLanes <= columns; d += kLanes) step.template operator()<true>(d);
+  for (; d + kColumns <= columns; d += kColumns) step.template operator()<true>(d);
   if (d < columns) step.template operator()<false>(d);
   typename K::T lanes[kLanes];
-  X::store(lanes, X::sum_each(sum));
+  const V sums = X::sum_each(sum);
+  X::store(lanes, K::kPairs ? X::mul(X::set(scale), sums) : sums);
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; r++)
     __builtin_memcpy(s + r * kTile, lanes + r * kKeys, kKeys * sizeof(typename K::T));
@@ -101,27 +128,33 @@ void few_scores_block(const typename K::S* key, int64_t stride, int64_t keys, in
 
 template <class K, int kRows>
 void few_scores(const typename K::S* key, int64_t stride, int64_t keys, int64_t columns,
-                const typename K::T* query, int64_t ld, typename K::T* s,
-                const NextRows& next = {}) {
+                const typename K::T* query, int64_t ld, typename K::T scale, typename K::T* s,
+                NextRows* next = nullptr) {
   constexpr int kKeys = K::kLanes / kRows;
   int64_t n = 0;
   for (; n + kKeys <= keys; n += kKeys) {
-    if constexpr (kRows > 1) next.ask(n, kKeys);
-    few_scores_block<K, kRows, true>(key + n * stride, stride, kKeys, columns, query, ld, s + n);
+    if (next) next->ask();
+    few_scores_block<K, kRows, true>(key + n * stride, stride, kKeys, columns, query, ld, scale,
+                                     s + n);
   }
-  if (n < keys)
-    few_scores_block<K, kRows, false>(key + n * stride, stride, keys - n, columns, query, ld,
-                                      s + n);
+  if (n == keys) return;
+  if (next) next->ask();
+  few_scores_block<K, kRows, false>(key + n * stride, stride, keys - n, columns, query, ld, scale,
+                                    s + n);
 }
 
-// The query of one row, scaled, in the type of the sums.
+// The query of one row: scaled, in the type of the sums; or as it is, in pairs. Zero past its end.
 template <class K>
-void scale_query(const Attention& a, int64_t b, int64_t h, int64_t i, typename K::T* to) {
+void few_query(const Attention& a, int64_t b, int64_t h, int64_t i, typename K::T* to) {
   using X = typename K::X;
   const typename K::S* query = row_of<K>(a.query, b, h, i);
   const typename X::V scale = X::set((typename K::T)a.scale);
-  for (int64_t d = 0; d < a.head_dim; d += K::kLanes)
-    X::store(to + d, X::mul(scale, load_up_to<X>(query + d, a.head_dim - d)));
+  for (int64_t d = 0; d < a.head_dim; d += K::kLanes) {
+    if constexpr (K::kPairs)
+      X::store(to + d, K::Dot::load_row(query + 2 * d, a.head_dim - 2 * d));
+    else
+      X::store(to + d, X::mul(scale, load_up_to<X>(query + d, a.head_dim - d)));
+  }
 }
 
 // Where forward takes a few queries, every other kernel must sum their scores in the same order: P
@@ -133,23 +166,23 @@ void few_scores_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64
   const typename K::S* key = row_of<K>(a.key, b, kv_head(a, h), k0);
   for (int64_t r = 0; r < padded<K>(rows); r++) {
     if (r < rows) {
-      scale_query<K>(a, b, h, q0 + r, query);
-      few_scores<K, 1>(key, a.key.row, keys, a.head_dim, query, 0, s);
+      few_query<K>(a, b, h, q0 + r, query);
+      few_scores<K, 1>(key, a.key.row, keys, a.head_dim, query, 0, (typename K::T)a.scale, s);
     }
     for (int64_t n = 0; n < keys; n++) tile[n * kRow + r] = r < rows ? s[n] : 0;
   }
 }
 
 // score_product of each band; what no band needs is left as it is.
-template <class K>
+template <class K, bool kScaled = false>
 void score_product_bands(const Range* bands, Operand rows, int64_t keys, int64_t columns,
                          const typename K::Unit* lanes, int64_t vectors, typename K::T* tile,
-                         Ahead* ahead = nullptr) {
+                         Ahead* ahead = nullptr, typename K::T factor = 1) {
   for_bands<K>(bands, keys, vectors, [&](Range seen, int64_t first, int64_t count) {
     const Operand from{rows.data + seen.begin * rows.m_stride, rows.m_stride, rows.t_stride};
     const int64_t lane = first * K::kLanes;
-    score_product<K>(from, seen.end - seen.begin, columns, lanes + lane, count,
-                     tile + seen.begin * kRow + lane, ahead);
+    score_product<K, kScaled>(from, seen.end - seen.begin, columns, lanes + lane, count,
+                              tile + seen.begin * kRow + lane, ahead, factor);
   });
 }
 
@@ -165,8 +198,11 @@ Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
   if (a.queries <= kFewQueries) {
     few_scores_tile<K>(a, b, h, q0, rows, k0, keys, s);
   } else {
-    score_product_bands<K>(bands, key_rows, keys, a.head_dim, query_lanes, vectors, s, ahead);
-    if constexpr (K::kPairs) scale_tile<K>((typename K::T)a.scale, keys, vectors, s);
+    constexpr bool kScaled = K::kPairs && K::Dot::kRowBlock == 1;
+    const typename K::T scale = (typename K::T)a.scale;
+    score_product_bands<K, kScaled>(bands, key_rows, keys, a.head_dim, query_lanes, vectors, s,
+                                    ahead, scale);
+    if constexpr (K::kPairs && !kScaled) scale_tile<K>(scale, keys, vectors, s);
   }
   if (!a.bias.data) return visible;
 

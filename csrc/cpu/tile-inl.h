@@ -287,6 +287,11 @@ const typename K::Unit* tile_vectors(const typename K::T* tile, int64_t keys, in
   }
 }
 template <class K>
+Operand pairs_operand(const typename K::Unit* pairs) {
+  constexpr int64_t kUnit = sizeof(typename K::Unit);
+  return {(const char*)pairs, kRow / 2 * kUnit, kUnit};
+}
+template <class K>
 Operand tile_operand(const typename K::T* tile, int64_t keys, int64_t rows,
                      typename K::Unit* scratch) {
   constexpr int64_t kUnit = sizeof(typename K::Unit);
@@ -294,7 +299,7 @@ Operand tile_operand(const typename K::T* tile, int64_t keys, int64_t rows,
     return {(const char*)tile, kRow * kUnit, kUnit};
   } else {
     K::Dot::pair_columns(tile, keys, rows, scratch);
-    return {(const char*)scratch, kRow / 2 * kUnit, kUnit};
+    return pairs_operand<K>(scratch);
   }
 }
 
