@@ -349,6 +349,9 @@ STEADY = {
         mask="b1qk",
         empty_rows="uniform",
     ),
+    "heads side by side": Problem(
+        batch=3, heads=20, kv_heads=10, queries=1, keys=1100, head_dim=96, layout="heads"
+    ),
     "one head, cut keys": Problem(batch=3, heads=1, queries=40, keys=1300, dropout_p=0.1),
     "many heads, cut keys": Problem(batch=3, heads=8, queries=70, keys=1100, head_dim=8),
     "one tile": Problem(
@@ -409,6 +412,49 @@ def test_any_content_and_size_of_the_batch(problem: Problem, dtype: torch.dtype)
             for place, i in enumerate(index):
                 if i >= 0:
                     assert torch.equal(found[name][place], tensor[i]), (name, index)
+
+
+@pytest.mark.parametrize("poison", [0.0, NAN])
+@pytest.mark.parametrize("heads", [2, 11])
+@dtypes
+def test_heads_side_by_side_or_apart(dtype: torch.dtype, heads: int, poison: float) -> None:
+    """Few queries take together the heads whose keys lie side by side in a page: the same bits.
+
+    Eleven heads are more than a page holds, and no multiple of it. Each head has a mask of its
+    own, with whole tiles that only some of the heads see.
+    """
+    problem = Problem(
+        dtype=dtype,
+        heads=2 * heads,
+        kv_heads=heads,
+        queries=2,
+        keys=size(1100, emulated=150),
+        head_dim=130,
+        value_dim=40,
+        layout="heads",
+        mask="bhqk",
+        bias="bhqk",
+        dropout_p=0.2,
+        key_lengths="random",
+        empty_rows="zero" if poison else "uniform",
+    )
+    inputs = make(problem)
+    mask = inputs.mask.clone()
+    mask[:, ::3, :, 64:128] = False
+    mask[:, 1::4] = False
+    inputs = inputs.replaced(mask=mask)
+    seen = mask.unflatten(1, (heads, 2)).any(2).any(2)
+    key = inputs.key.masked_fill(~seen[..., None], poison)
+    value = inputs.value.masked_fill(~seen[..., None], poison)
+    wanted = call(mha_ext.attention, inputs.replaced(key=key.contiguous(), value=value.contiguous()))
+    row = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (key, value)]
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found = call(mha_ext.attention, inputs.replaced(key=row[0], value=row[1]))
+        assert all(map(torch.equal, found, wanted))
+    if not poison:
+        exactly = call(reference.attention, to_double(inputs.replaced(key=key, value=value)))
+        torch.testing.assert_close(wanted[0].double(), exactly[0], rtol=0.02, atol=0.02)
 
 
 @dtypes
