@@ -253,6 +253,9 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
             pack_rows<K>(query, a.query.row, rows, a.head_dim, w.query_rows, ld);
             if (g.grad_out.data)
               pack_rows<K>(grad_out, g.grad_out.row, rows, a.value_dim, w.grad_out_rows, ldv);
+            ask_rows<K>(a.query, b, h, q0 + kTile, a.queries, a.head_dim, w.ahead);
+            if (g.grad_out.data)
+              ask_rows<K>(g.grad_out, b, h, q0 + kTile, a.queries, a.value_dim, w.ahead);
             loaded = true;
           }
           if (k0 + kTile < end)

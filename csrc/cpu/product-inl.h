@@ -11,27 +11,37 @@ struct Operand {  // A(m, t) at data + m * m_stride + t * t_stride, strides in b
 };
 
 // Memory that will be wanted soon. Asked for at once it would fill the few buffers that wait for
-// lines and hold up everything else; so products ask for some lines whenever they finish some rows.
+// lines and hold up everything else; so products ask for a line with each step.
 class Ahead {
  public:
   // `rows` rows of `bytes` bytes, `stride` bytes apart; forgotten where many are waiting, and where
   // rows are so long that hardware foresees most of a row.
   void add(const void* first, int64_t stride, int64_t bytes, int64_t rows) {
-    if (bytes <= kLongest && end_ - begin_ < kMost)
+    if (rows > 0 && bytes <= kLongest && end_ - begin_ < kMost)
       pieces_[end_++ % kMost] = {(const char*)first, stride, bytes, rows};
   }
-  void ask() {
-    for (int64_t lines = 0; lines < kLines && begin_ != end_;) {
-      Piece& piece = pieces_[begin_ % kMost];
-      for (int64_t at = 0; at < piece.bytes; at += kLine, lines++)
-        __builtin_prefetch(piece.row + at, 0, 2);
-      piece.row += piece.stride;
-      if (--piece.rows <= 0) begin_++;
-    }
+  bool waiting() const { return begin_ != end_ || at_ != last_; }
+  // One line, of those that are waiting.
+  [[gnu::always_inline]] void ask() {
+    if (at_ == last_) next_row();
+    __builtin_prefetch(at_, 0, 2);
+    at_ += kLine;
   }
 
  private:
-  static constexpr int64_t kLine = 64, kLines = 16, kLongest = 512;
+  [[gnu::noinline]] void next_row() {
+    if (begin_ == end_) {  // all are asked for: the same line again
+      at_ -= kLine;
+      return;
+    }
+    Piece& piece = pieces_[begin_ % kMost];
+    at_ = piece.row;
+    last_ = at_ + (piece.bytes + kLine - 1) / kLine * kLine;
+    piece.row += piece.stride;
+    if (--piece.rows <= 0) begin_++;
+  }
+
+  static constexpr int64_t kLine = 64, kLongest = 512;
   static constexpr unsigned kMost = 8;
   struct Piece {
     const char* row;
@@ -39,6 +49,7 @@ class Ahead {
   };
   Piece pieces_[kMost];
   unsigned begin_ = 0, end_ = 0;
+  const char *at_ = nullptr, *last_ = nullptr;
 };
 
 template <class X>
@@ -66,10 +77,10 @@ enum class Contiguous { kAlongT, kAlongM };
 // C = sum; C += terms, one by one; C += sum; C = factor sum; C += factor sum
 enum class Update { kStore, kAdd, kAddSum, kStoreScaled, kAddScaled };
 
-template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC>
+template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC, bool kAsk>
 [[gnu::always_inline]] inline void micro(Operand a, int64_t count, const typename Dot::Unit* x,
                                          int64_t ldx, typename X::T* c, int64_t ldc,
-                                         typename X::T factor) {
+                                         typename X::T factor, Ahead* ahead) {
   typename X::V sum[MR][NV];
 #pragma GCC unroll 16
   for (int m = 0; m < MR; m++)
@@ -88,6 +99,7 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC>
 #pragma GCC unroll 4
       for (int i = 0; i < NV; i++) sum[m][i] = Dot::accumulate(sum[m][i], v[i], u);
     }
+    if constexpr (kAsk) ahead->ask();
     x += ldx;
     a.data += t_stride;
   }
@@ -106,7 +118,7 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC>
 }
 
 // All m for NV vectors of lanes. 24 (with 16 registers: 12) sums in flight hide the latency of the
-// multiply-add.
+// multiply-add. The largest pieces ask ahead.
 template <class X, class Dot, int NV, Contiguous kA, Update kC>
 __attribute__((noinline)) void panel(Operand a, int64_t rows, int64_t count,
                                      const typename Dot::Unit* x, int64_t ldx, typename X::T* c,
@@ -115,11 +127,13 @@ __attribute__((noinline)) void panel(Operand a, int64_t rows, int64_t count,
   const int64_t m_stride = kA == Contiguous::kAlongM ? (int64_t)sizeof(*x) : a.m_stride;
   const auto at_a_time = [&]<int kRows>() __attribute__((always_inline)) {
     while (rows >= kRows) {
-      micro<X, Dot, kRows, NV, kA, kC>(a, count, x, ldx, c, ldc, factor);
+      if (kRows == kMost && ahead && ahead->waiting())
+        micro<X, Dot, kRows, NV, kA, kC, kRows == kMost>(a, count, x, ldx, c, ldc, factor, ahead);
+      else
+        micro<X, Dot, kRows, NV, kA, kC, false>(a, count, x, ldx, c, ldc, factor, nullptr);
       a.data += kRows * m_stride;
       c += kRows * ldc;
       rows -= kRows;
-      if (ahead) ahead->ask();
     }
   };
   if constexpr (NV == 1 && kA == Contiguous::kAlongT) {
