@@ -186,6 +186,38 @@ void score_product_bands(const Range* bands, Operand rows, int64_t keys, int64_t
   });
 }
 
+// s += bias; whether a bias is -inf. A finite one stays finite when the score is added; NaN stays
+// NaN.
+template <class K, class E>
+bool add_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
+              int64_t keys, typename K::T* scratch, typename K::T* s) {
+  using X = typename K::X;
+  using V = typename X::V;
+  const V finite = X::set(Exp<typename K::T>::lowest_finite);
+  V lowest = X::zero();
+  const auto add = [&](typename K::T* to, V bias) __attribute__((always_inline)) {
+    lowest = X::min(bias, lowest);
+    X::store(to, X::max(finite, X::add(X::load(to), bias)));
+  };
+  const Pairs& bias = a.bias;
+  if (bias.key == 1 && bias.query != 0 && keys % K::kLanes == 0) {  // as they are transposed
+    const E* from = (const E*)bias.data + b * bias.batch + h * bias.head + q0 * bias.query + k0;
+    for (int64_t r = 0; r < rows; r += K::kLanes)
+      for (int64_t c = 0; c < keys; c += K::kLanes) {
+        V block[K::kLanes];
+        load_block<X>(from + r * bias.query + c, bias.query, rows - r, keys, block);
+#pragma GCC unroll 16
+        for (int i = 0; i < K::kLanes; i++) add(s + (c + i) * kRow + r, block[i]);
+      }
+  } else {
+    load_pairs<K, E>(bias, b, h, q0, rows, k0, keys, scratch);
+    for (int64_t n = 0; n < keys; n++)
+      for (int64_t r = 0; r < rows; r += K::kLanes)
+        add(s + n * kRow + r, X::load(scratch + n * kRow + r));
+  }
+  return X::bits(X::eq(lowest, X::set(-(typename K::T)INFINITY))) != 0;
+}
+
 // S[key][64 queries] = scale Q K^T + bias, of the bands. A bias of -inf hides the pair: `visible`
 // and `bits` say so.
 template <class K>
@@ -206,28 +238,21 @@ Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
   }
   if (!a.bias.data) return visible;
 
+  const bool hides = a.bias_is_float32
+                         ? add_bias<K, float>(a, b, h, q0, rows, k0, keys, scratch, s)
+                         : add_bias<K, typename K::S>(a, b, h, q0, rows, k0, keys, scratch, s);
+  if (!hides) return visible;
+  if (visible == Visibility::kFull)
+    for (int64_t n = 0; n < keys; n++) bits[n] = first_bits(rows);
   if (a.bias_is_float32)
     load_pairs<K, float>(a.bias, b, h, q0, rows, k0, keys, scratch);
   else
     load_pairs<K, typename K::S>(a.bias, b, h, q0, rows, k0, keys, scratch);
   const typename X::V hidden = X::set(-(typename K::T)INFINITY);
-  // A finite bias stays finite when the score is added; NaN stays NaN.
-  const typename X::V finite = X::set(Exp<typename K::T>::lowest_finite);
-  uint64_t any = 0;
-  for (int64_t n = 0; n < keys; n++) {
-    uint64_t minus_infinity = 0;
-    for (int64_t i = 0; i < vectors; i++) {
-      const int64_t at = n * kRow + i * K::kLanes;
-      const typename X::V bias = X::load(scratch + at);
-      minus_infinity |= X::bits(X::eq(bias, hidden)) << (i * K::kLanes);
-      X::store(s + at, X::max(finite, X::add(X::load(s + at), bias)));
-    }
-    if (minus_infinity && !any && visible == Visibility::kFull)
-      for (int64_t j = 0; j < keys; j++) bits[j] = first_bits(rows);
-    if (minus_infinity) bits[n] &= ~minus_infinity;
-    any |= minus_infinity;
-  }
-  return any ? Visibility::kPartial : visible;
+  for (int64_t n = 0; n < keys; n++)
+    for (int64_t i = 0; i < vectors * K::kLanes; i += K::kLanes)
+      bits[n] &= ~(X::bits(X::eq(X::load(scratch + n * kRow + i), hidden)) << i);
+  return Visibility::kPartial;
 }
 
 }  // namespace

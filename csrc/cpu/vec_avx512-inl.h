@@ -54,6 +54,7 @@ struct F32x16 {
   static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
   // b where either is NaN. (Without the mask g++ 12 warns of its own undefined operand.)
   static V max(V a, V b) { return _mm512_maskz_max_ps(0xffff, a, b); }
+  static V min(V a, V b) { return _mm512_maskz_min_ps(0xffff, a, b); }
   static M gt(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
   static M eq(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
   static M mask(uint64_t bits) { return (M)bits; }
@@ -205,6 +206,7 @@ struct F64x8 {
   static V mul(V a, V b) { return _mm512_mul_pd(a, b); }
   static V fma(V a, V b, V c) { return _mm512_fmadd_pd(a, b, c); }
   static V max(V a, V b) { return _mm512_max_pd(a, b); }
+  static V min(V a, V b) { return _mm512_maskz_min_pd(0xff, a, b); }
   static M gt(V a, V b) { return _mm512_cmp_pd_mask(a, b, _CMP_GT_OQ); }
   static M eq(V a, V b) { return _mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ); }
   static M mask(uint64_t bits) { return (M)bits; }

@@ -43,6 +43,7 @@ struct Portable {
   static V mul(V a, V b) { return a * b; }
   static V fma(V a, V b, V c) { return a * b + c; }
   static V max(V a, V b) { return a > b ? a : b; }  // b where either is NaN
+  static V min(V a, V b) { return a < b ? a : b; }
   static M gt(V a, V b) { return a > b; }
   static M eq(V a, V b) { return a == b; }
   static M mask(uint64_t bits) {
