@@ -204,7 +204,7 @@ Tensor empty_grad(const Tensor& tensor, bool wanted) {
   return wanted ? empty_heads(tensor.sym_sizes(), tensor) : empty_nothing(tensor);
 }
 
-Tensor zero_grad_bias(const Tensor& query, const OptionalTensor& bias, bool wanted) {
+Tensor empty_grad_bias(const Tensor& query, const OptionalTensor& bias, bool wanted) {
   if (!bias || !wanted) return empty_nothing(query);
   if (group_dims(query) > 0) {
     SymBool same = bias->dim() == query.dim();
@@ -214,7 +214,10 @@ Tensor zero_grad_bias(const Tensor& query, const OptionalTensor& bias, bool want
                   " where its gradient is wanted, but has shape ", bias->sym_sizes(),
                   "; expand it to them");
   }
-  return empty(bias->sym_sizes(), *bias, bias->scalar_type()).zero_();
+  return empty(bias->sym_sizes(), *bias, bias->scalar_type());
+}
+Tensor zero_grad_bias(const Tensor& query, const OptionalTensor& bias, bool wanted) {
+  return empty_grad_bias(query, bias, wanted).zero_();
 }
 
 Tensor empty_weights(const Tensor& query, const Tensor& key, at::OptionalIntArrayRef heads,

@@ -128,8 +128,10 @@ at::Tensor empty_lse(const at::Tensor& query);
 // Gradient of a [*G, B, H, L, D] tensor, of that form, or an empty [0] where it is not wanted.
 at::Tensor empty_grad(const at::Tensor& tensor, bool wanted);
 
-// Gradient of the bias, contiguous zeros, or an empty [0] where it is not wanted or there is no
-// bias. A bias that groups share has none: no sum runs across groups.
+// Gradient of the bias, contiguous, or an empty [0] where it is not wanted or there is no bias. A
+// bias that groups share has none: no sum runs across groups.
+at::Tensor empty_grad_bias(const at::Tensor& query, const std::optional<at::Tensor>& bias,
+                           bool wanted);
 at::Tensor zero_grad_bias(const at::Tensor& query, const std::optional<at::Tensor>& bias,
                           bool wanted);
 

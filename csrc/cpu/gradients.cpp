@@ -236,7 +236,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   const Tensor grad_query = empty_grad(query, output_mask[0]),
                grad_key = empty_grad(key, output_mask[1]);
   const Tensor grad_value = empty_grad(value, output_mask[2]);
-  const Tensor grad_bias = zero_grad_bias(query, bias, output_mask[3]);
+  const Tensor grad_bias = empty_grad_bias(query, bias, output_mask[3]);
   const Tensor delta = empty_lse(query);
   Groups<AttentionGrad> grads(groups.size());
   set(grads, &AttentionGrad::grad_out, grad_out, keep);
@@ -245,7 +245,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   if (output_mask[0]) set(grads, &AttentionGrad::grad_query, grad_query, keep);
   if (output_mask[1]) set(grads, &AttentionGrad::grad_key, grad_key, keep);
   if (output_mask[2]) set(grads, &AttentionGrad::grad_value, grad_value, keep);
-  if (output_mask[3] && bias) set(grads, &AttentionGrad::grad_bias, grad_bias);
+  if (output_mask[3] && bias) {
+    set(grads, &AttentionGrad::grad_bias, grad_bias);
+    if (!writes_whole_bias(groups[0], grads[0].grad_bias)) grad_bias.zero_();
+  }
 
   const GradProblem problem{group_count(query), groups, grads, kernels_for(groups[0])};
   if (!backward_is_one_tile(groups[0], problem.kernels.one_tile_queries)) run_delta(problem);

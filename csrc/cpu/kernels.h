@@ -92,6 +92,12 @@ HOST_DEVICE bool bias_is_dense(const Attention& a, const Pairs& grad_bias) {
          (grad_bias.query || a.queries == 1) && (grad_bias.key || a.keys == 1);
 }
 
+// And whether no tile of it is passed over.
+HOST_DEVICE bool writes_whole_bias(const Attention& a, const Pairs& grad_bias) {
+  return bias_is_dense(a, grad_bias) && !a.mask.data && !a.key_lengths && !a.band.left_bounded &&
+         !a.band.right_bounded;
+}
+
 // Whether the backward of first order adds dS to grad_bias itself, where a bias broadcasts over the
 // batch or the heads: if their sums are kept in grad_bias' own type, and those that do not share a
 // bias are tasks enough without counting a batch.
