@@ -414,6 +414,36 @@ def test_any_content_and_size_of_the_batch(problem: Problem, dtype: torch.dtype)
                     assert torch.equal(found[name][place], tensor[i]), (name, index)
 
 
+@pytest.mark.parametrize("rise", [0.0, 20.0])
+@dtypes
+def test_a_hidden_pair_changes_no_other_row(dtype: torch.dtype, rise: float) -> None:
+    """Whole tiles may be computed otherwise than those with a hidden pair: the same bits.
+
+    Also where the scores of every other row rise with the keys, so that each tile has a maximum
+    far above the one before.
+    """
+    inputs = make(Problem(dtype=dtype, queries=70, keys=256, head_dim=40, value_dim=24))
+    key, query = inputs.key.clone(), inputs.query.clone()
+    key[..., 0] = torch.arange(256).div(64, rounding_mode="floor") * rise
+    query[:, :, ::2, 0] = 0.0
+    query[:, :, 1::2, 0] = 6.0
+    mask = torch.ones(70, 256, dtype=torch.bool)
+    mask[3, 255] = mask[66, 100] = False
+    rows = [row for row in range(70) if row not in (3, 66)]
+    wanted = ours(inputs.replaced(query=query, key=key))
+    found = ours(inputs.replaced(query=query, key=key, mask=mask))
+    for name in ("out", "lse", "grad_query"):
+        assert torch.equal(found[name][:, :, rows], wanted[name][:, :, rows]), name
+    exactly = results(
+        lambda i: call(reference.attention, i), to_double(inputs.replaced(query=query, key=key))
+    )
+    eps = torch.finfo(dtype).eps  # scores reach 60, and carry its rounding
+    for name in ("out", "lse"):
+        torch.testing.assert_close(
+            wanted[name].double(), exactly[name], rtol=128 * eps, atol=128 * eps
+        )
+
+
 @pytest.mark.parametrize("poison", [0.0, NAN])
 @pytest.mark.parametrize("heads", [2, 11])
 @dtypes
@@ -446,7 +476,9 @@ def test_heads_side_by_side_or_apart(dtype: torch.dtype, heads: int, poison: flo
     seen = mask.unflatten(1, (heads, 2)).any(2).any(2)
     key = inputs.key.masked_fill(~seen[..., None], poison)
     value = inputs.value.masked_fill(~seen[..., None], poison)
-    wanted = call(mha_ext.attention, inputs.replaced(key=key.contiguous(), value=value.contiguous()))
+    wanted = call(
+        mha_ext.attention, inputs.replaced(key=key.contiguous(), value=value.contiguous())
+    )
     row = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (key, value)]
     for threads in (1, 2):
         torch.set_num_threads(threads)
