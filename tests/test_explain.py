@@ -99,6 +99,21 @@ def test_kernels() -> None:
     assert any("all that this call may use" in reason for reason in tiled.why)
 
 
+def test_heads_side_by_side_leave_every_thread_a_task() -> None:
+    """Few queries take heads together only as far as the tasks are enough for the threads."""
+    query = torch.empty(1, 1, 32, 128, device="meta").transpose(1, 2)
+    for keys, together in ((100, None), (500, None), (20_000, 8)):
+        key = torch.empty(1, keys, 8, 128, device="meta").transpose(1, 2)
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            found = mha_ext.explain(query, key, key).forward
+            said = [reason for reason in found.why if "side by side" in reason]
+            assert found.kernel == "few queries" and found.threads >= min(threads, 1 + keys // 100)
+            assert found.tasks >= threads
+            if together is not None or threads == 1:
+                assert len(said) == 1 and " 8 heads" in said[0]
+
+
 def test_tasks_follow_the_threads() -> None:
     long = tensors(64, 4096, batch=1, heads=1, kv_heads=1)
     torch.set_num_threads(2)

@@ -144,6 +144,8 @@ struct MultiplyTiles : PairUnits<16> {
 
 #include "scores-inl.h"
 //
+#include "softmax-inl.h"
+//
 #include "forward-inl.h"
 //
 #include "weights-inl.h"

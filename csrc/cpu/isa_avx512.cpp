@@ -18,6 +18,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 //
 #include "scores-inl.h"
 //
+#include "softmax-inl.h"
+//
 #include "forward-inl.h"
 //
 #include "weights-inl.h"

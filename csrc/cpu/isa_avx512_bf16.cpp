@@ -42,6 +42,8 @@ struct MultiplyPairs : PairUnits<1> {
 
 #include "scores-inl.h"
 //
+#include "softmax-inl.h"
+//
 #include "forward-inl.h"
 //
 #include "weights-inl.h"

@@ -14,6 +14,8 @@
 //
 #include "scores-inl.h"
 //
+#include "softmax-inl.h"
+//
 #include "forward-inl.h"
 //
 #include "weights-inl.h"

@@ -27,7 +27,11 @@ ForwardPlan plan_forward(const Attention& a, int64_t groups) {
   if (plan.kernel == ForwardKernel::kFew) {
     plan.together = kFewRows;
     plan.parts = ceil_div(a.heads / a.kv_heads * a.queries, plan.together);
-    plan.kv_heads = few_heads(a);
+    // Fewer heads together, where that would leave threads without a task.
+    const int64_t tasks = groups * a.batch * a.kv_heads * plan.parts * ranges;
+    const int64_t threads = available_threads();
+    plan.kv_heads =
+        threads == 1 ? few_heads(a) : std::clamp<int64_t>(tasks / (2 * threads), 1, few_heads(a));
     plan.group_jobs = a.batch * ceil_div(a.kv_heads, plan.kv_heads) * plan.parts;
   } else {  // one block where its ranges may be tasks
     plan.together = blocks_together(a, groups, ranges > 1 ? 1 : kernels.group);

@@ -1,0 +1,156 @@
+// Softmax of a tile of scores with a running maximum m and sum l (Milakov & Gimelshein 2018):
+//   P = exp(S - m), in place or rounded into pairs of keys; m is raised, and what was summed with
+//   the old one rescaled, only where a score lies far above it.
+namespace mha_ext::cpu {
+namespace {
+
+// How far a score may lie above what exp subtracts.
+template <class T>
+constexpr T kSlack = (T)5.5;
+
+// m[r] -> the maximum with these scores, where it grows by more than 5.5: then l and the output are
+// rescaled. For NV vectors of queries:
+template <class K, int NV>
+void raise_levels(int64_t keys, const typename K::T* s, typename K::T* m, typename K::T* l,
+                  typename K::T* out, int64_t value_dim) {
+  using X = typename K::X;
+  using V = typename X::V;
+  const V lowest = X::set(-(typename K::T)INFINITY), slack = X::set(kSlack<typename K::T>);
+  V top[2][NV];  // of even and of odd keys
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++) top[0][i] = top[1][i] = lowest;
+  int64_t n = 0;
+  for (; n + 2 <= keys; n += 2)
+#pragma GCC unroll 4
+    for (int i = 0; i < NV; i++) {
+      top[0][i] = X::max(X::load(s + n * kRow + i * K::kLanes), top[0][i]);
+      top[1][i] = X::max(X::load(s + (n + 1) * kRow + i * K::kLanes), top[1][i]);
+    }
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++) {
+    if (n < keys) top[0][i] = X::max(X::load(s + n * kRow + i * K::kLanes), top[0][i]);
+    const V level = X::max(top[0][i], top[1][i]), old = X::load(m + i * K::kLanes);
+    const typename X::M grows = X::gt(X::sub(level, old), slack);
+    if (!X::bits(grows)) continue;
+    const V raised = X::select(grows, level, old);
+    X::store(m + i * K::kLanes, raised);
+    const V factor = X::select(grows, exp_of<X>(X::sub(old, raised)), X::set(1));
+    X::store(l + i * K::kLanes, X::mul(factor, X::load(l + i * K::kLanes)));
+    typename K::T* o = out + i * K::kLanes;
+    for (int64_t d = 0; d < value_dim; d++)
+      X::store(o + d * kRow, X::mul(factor, X::load(o + d * kRow)));
+  }
+}
+
+// What exp subtracts. A row that has seen nothing yet: -inf - -inf would be NaN.
+template <class K>
+typename K::X::V level_of(const typename K::T* m) {
+  using X = typename K::X;
+  const typename X::V level = X::load(m);
+  return X::select(X::eq(level, X::set(-(typename K::T)INFINITY)), X::zero(), level);
+}
+
+// One tile of scores for NV vectors of queries: S -> P, adds P to l.
+template <class K, int NV>
+void softmax_lanes(int64_t keys, typename K::T* s, typename K::T* m, typename K::T* l,
+                   typename K::T* out, int64_t value_dim) {
+  using X = typename K::X;
+  using V = typename X::V;
+  raise_levels<K, NV>(keys, s, m, l, out, value_dim);
+  V level[NV], sum[2][NV];  // of even and of odd keys: shorter chains round less
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++) {
+    level[i] = level_of<K>(m + i * K::kLanes);
+    sum[0][i] = sum[1][i] = X::zero();
+  }
+  const auto exponentials = [&](int64_t key, V* to) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int i = 0; i < NV; i++) {
+      typename K::T* p = s + key * kRow + i * K::kLanes;
+      const V e = exp_of<X>(X::sub(X::load(p), level[i]));
+      X::store(p, e);
+      to[i] = X::add(to[i], e);
+    }
+  };
+  int64_t n = 0;
+  for (; n + 2 <= keys; n += 2) {
+    exponentials(n, sum[0]);
+    exponentials(n + 1, sum[1]);
+  }
+  if (n < keys) exponentials(n, sum[0]);
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++)
+    X::store(l + i * K::kLanes, X::add(X::load(l + i * K::kLanes), X::add(sum[0][i], sum[1][i])));
+}
+
+// The same for all 64 keys, P as pairs of keys; S stays. kTry: in the hope that no level has to be
+// raised. False, where one has to: then l is as it was.
+template <class K, int NV, bool kTry>
+bool softmax_pairs_lanes(const typename K::T* s, const typename K::T* m, typename K::T* l,
+                         typename K::Unit* pairs) {
+  using X = typename K::X;
+  using V = typename X::V;
+  const V lowest = X::set(-(typename K::T)INFINITY);
+  V level[NV], sum[2][NV], top[NV];
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++) {
+    level[i] = level_of<K>(m + i * K::kLanes);
+    if (kTry && X::bits(X::eq(X::load(m + i * K::kLanes), lowest))) return false;
+    sum[0][i] = sum[1][i] = X::zero();
+    top[i] = lowest;
+  }
+  for (int64_t n = 0; n < kTile; n += 2)
+#pragma GCC unroll 4
+    for (int i = 0; i < NV; i++) {
+      const typename K::T* p = s + n * kRow + i * K::kLanes;
+      const V x0 = X::sub(X::load(p), level[i]), x1 = X::sub(X::load(p + kRow), level[i]);
+      if (kTry) top[i] = X::max(x1, X::max(x0, top[i]));
+      const V e0 = exp_of<X>(x0), e1 = exp_of<X>(x1);
+      sum[0][i] = X::add(sum[0][i], e0);
+      sum[1][i] = X::add(sum[1][i], e1);
+      K::Dot::store_pairs(e0, e1, pairs + n / 2 * kRow + i * K::kLanes);
+    }
+  uint64_t grows = 0;
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++)
+    if (kTry) grows |= X::bits(X::gt(top[i], X::set(kSlack<typename K::T>)));
+  if (grows) return false;
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++)
+    X::store(l + i * K::kLanes, X::add(X::load(l + i * K::kLanes), X::add(sum[0][i], sum[1][i])));
+  return true;
+}
+
+// run<NV>(lane) for each NV vectors of queries.
+template <class K, class Run>
+void by_vectors(int64_t vectors, const Run& run) {
+  constexpr int kMost = K::X::kRegisters == 32 ? 4 : 2;
+  int64_t lane = 0;
+  for (; vectors >= kMost; vectors -= kMost, lane += kMost * K::kLanes)
+    run.template operator()<kMost>(lane);
+  for (; vectors > 0; vectors--, lane += K::kLanes) run.template operator()<1>(lane);
+}
+
+template <class K>
+void softmax_tile(int64_t keys, int64_t vectors, typename K::T* s, typename K::T* m,
+                  typename K::T* l, typename K::T* out, int64_t value_dim) {
+  by_vectors<K>(vectors, [&]<int NV>(int64_t lane) {
+    softmax_lanes<K, NV>(keys, s + lane, m + lane, l + lane, out + lane, value_dim);
+  });
+}
+
+// The same to the bit, rounded as tile_vectors rounds P.
+template <class K>
+void softmax_pairs(int64_t vectors, bool started, const typename K::T* s, typename K::T* m,
+                   typename K::T* l, typename K::T* out, int64_t value_dim,
+                   typename K::Unit* pairs) {
+  by_vectors<K>(vectors, [&]<int NV>(int64_t lane) {
+    if (started && softmax_pairs_lanes<K, NV, true>(s + lane, m + lane, l + lane, pairs + lane))
+      return;
+    raise_levels<K, NV>(kTile, s + lane, m + lane, l + lane, out + lane, value_dim);
+    softmax_pairs_lanes<K, NV, false>(s + lane, m + lane, l + lane, pairs + lane);
+  });
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu
