@@ -6,6 +6,9 @@
 
 #include "kernels.h"
 #include "target.h"
+#ifdef MHA_EXT_EMULATE_AMX
+#include "amx_emulated.h"
+#endif
 
 TARGET_BEGIN(
     "amx-tile,amx-bf16,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
@@ -23,6 +26,16 @@ TARGET_BEGIN(
 namespace mha_ext::cpu {
 namespace {
 
+#ifndef MHA_EXT_EMULATE_AMX
+struct TileConfig {
+  char bytes[64];
+};
+// g++ 12's intrinsic reads only 8 of the 64 bytes.
+inline void load_tile_config(const void* config) {
+  asm volatile("ldtilecfg %0" : : "m"(*(const TileConfig*)config));
+}
+#endif
+
 // Tile registers: sums 0-3 (two by two), A 4-5 (16 m x 32 t), X 6-7 (32 t in pairs x 16 lanes).
 struct MultiplyTiles : PairUnits<16> {
   static constexpr int kRowBlock = 16;
@@ -36,9 +49,7 @@ struct MultiplyTiles : PairUnits<16> {
         uint16_t column_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
         uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
       } config;
-      asm volatile("ldtilecfg %0"
-                   :
-                   : "m"(config));  // g++ 12's intrinsic reads only 8 of the 64 bytes
+      load_tile_config(&config);
     }
     ~Session() { _tile_release(); }
   };

@@ -49,6 +49,9 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#ifdef MHA_EXT_EMULATE_AMX
+bool has_amx() { return has_avx512_bf16(); }
+#else
 bool has_amx() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22;
@@ -59,6 +62,7 @@ bool has_amx() {
   static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return granted;
 }
+#endif
 
 // On Intel without AMX, vdpbf16ps does half the work of a float multiply-add per cycle (measured:
 // 120 against 235 GFLOP/s on Granite Rapids), on AMD twice (495 against 250 on Zen 5): there it
