@@ -255,9 +255,9 @@ class Bench:
                 visits["fma", isa] = _peak_probe(pool, threads, group.dtype, isa)
             if group.bandwidth:
                 for kind in ("read", "copy"):
-                    visits[kind, None] = _bandwidth_probe(pool, threads, kind)
+                    visits[kind, None] = _bandwidth_probe(threads, kind)
             for size in {_mask_bytes(w.inputs) for w in work if group.topic == "masks"} - {0}:
-                visits["read", size] = _bandwidth_probe(pool, threads, "read", size, 0.01)
+                visits["read", size] = _bandwidth_probe(threads, "read", size, 0.01)
             if self.repeats is not None:
                 least = most = self.repeats
             else:
@@ -441,20 +441,11 @@ def _peak_probe(
 
 
 def _bandwidth_probe(
-    pool: ThreadPoolExecutor,
-    threads: int,
-    kind: str,
-    size: int = ROTATED_BYTES,
-    seconds: float = 0.05,
+    threads: int, kind: str, size: int = ROTATED_BYTES, seconds: float = 0.05
 ) -> Callable[[], dict[str, float]]:
     """Over as many bytes as the inputs of a decoding step are rotated through, or over others."""
     rate = {"read": _C.read_bandwidth, "copy": _C.copy_bandwidth}[kind]
-
-    def visit() -> dict[str, float]:
-        each = size // threads
-        return {"rate": sum(pool.map(lambda _: float(rate(each, seconds)), range(threads)))}
-
-    return visit
+    return lambda: {"rate": rate(size, seconds, threads)}
 
 
 # ------------------------------------------------------------------------------ floors

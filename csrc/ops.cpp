@@ -263,6 +263,14 @@ double fma_peak(const std::string& dtype, double seconds) {
                     "\"; pass one of these names as a string");
 }
 
+// A bandwidth, of arguments that were checked.
+template <double (*measure)(int64_t bytes, double seconds, int threads)>
+double bandwidth(int64_t bytes, double seconds, int threads) {
+  TORCH_CHECK_VALUE(bytes > 0, "bytes must be positive, but is ", bytes);
+  TORCH_CHECK_VALUE(threads > 0, "threads must be positive, but is ", threads);
+  return measure(bytes, seconds, threads);
+}
+
 std::map<std::string, std::string> build_info() {
   return {{"version", MHA_EXT_VERSION},
           {"torch", MHA_EXT_TORCH},
@@ -394,10 +402,14 @@ copied. The rest as for attention_forward.)");
   m.def("fma_peak", &fma_peak, NoGil(), py::arg("dtype"), py::arg("seconds") = 0.1,
         "Measured multiply-add ceiling of one thread in FLOP/s, for \"float64\", \"float32\", "
         "\"bfloat16\" or \"float16\" on the active instruction set.");
-  m.def("copy_bandwidth", &cpu::copy_bandwidth, NoGil(), py::arg("bytes"), py::arg("seconds") = 0.1,
-        "Measured bytes a second, read and written, of one thread copying a buffer of this size.");
-  m.def("read_bandwidth", &cpu::read_bandwidth, NoGil(), py::arg("bytes"), py::arg("seconds") = 0.1,
-        "Measured bytes a second of one thread reading a buffer of this size.");
+  m.def("copy_bandwidth", &bandwidth<cpu::copy_bandwidth>, NoGil(), py::arg("bytes"),
+        py::arg("seconds") = 0.1, py::arg("threads") = 1,
+        "Measured bytes a second, read and written, of threads that copy at the same time, each a "
+        "part of a buffer of this size.");
+  m.def("read_bandwidth", &bandwidth<cpu::read_bandwidth>, NoGil(), py::arg("bytes"),
+        py::arg("seconds") = 0.1, py::arg("threads") = 1,
+        "Measured bytes a second of threads that read at the same time, each a part of a buffer of "
+        "this size.");
 }
 
 }  // namespace mha_ext

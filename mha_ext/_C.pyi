@@ -229,8 +229,8 @@ def build_info() -> dict[str, str]:
 def fma_peak(dtype: str, seconds: float = 0.1) -> float:
     """FLOP/s of one thread in registers: the ceiling of the instruction that the active ISA uses for dtype."""
 
-def copy_bandwidth(bytes: int, seconds: float = 0.1) -> float:
-    """bytes/s, read and written, of one thread copying a buffer of this size."""
+def copy_bandwidth(bytes: int, seconds: float = 0.1, threads: int = 1) -> float:
+    """bytes/s, read and written, of threads that copy at the same time, each a part of a buffer of this size."""
 
-def read_bandwidth(bytes: int, seconds: float = 0.1) -> float:
-    """bytes/s of one thread reading a buffer of this size."""
+def read_bandwidth(bytes: int, seconds: float = 0.1, threads: int = 1) -> float:
+    """bytes/s of threads that read at the same time, each a part of a buffer of this size."""

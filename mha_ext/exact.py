@@ -80,7 +80,7 @@ class Result:
     training_ms: float | None = None  # forward and backward
     memory: int | None = None  # bytes
     gbytes_per_s: float | None = None  # forward: inputs and outputs, once each
-    bandwidth: float | None = None  # bytes/s that one thread can read
+    bandwidth: float | None = None  # bytes/s that as many threads can read
     peak: float | None = None  # FLOP/s of this machine on `threads` threads
     forward_flops: float = 0.0
     training_flops: float = 0.0

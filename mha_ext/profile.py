@@ -215,7 +215,9 @@ def _measure_one(
         moved += case.batch * case.queries * case.width * dtype.itemsize
         results[name].gbytes_per_s = moved / found * 1e-9
     if len(copies) > 1 and device.type == "cpu":
-        results["mha_ext"].bandwidth = _C.read_bandwidth(ROTATED_BYTES, 0.1)
+        results["mha_ext"].bandwidth = _C.read_bandwidth(
+            ROTATED_BYTES, 0.1, torch.get_num_threads()
+        )
     if case.training:
         grad_out = torch.ones_like(runs[0].call(inputs))
         calls = {run.name: _training_call(run, inputs, grad_out) for run in runs}
@@ -298,7 +300,7 @@ def print_results(results: Sequence[Result], settings: Settings) -> None:
     for result in results:
         if result.bandwidth and result.gbytes_per_s:
             print(
-                f"{result.case}: {result.gbytes_per_s:.1f} GB/s; one thread can read at "
+                f"{result.case}: {result.gbytes_per_s:.1f} GB/s; as many threads can read at "
                 f"{result.bandwidth * 1e-9:.1f} GB/s here."
             )
     print("eager: matmul, softmax, matmul. SDPA: torch.nn.functional.scaled_dot_product_attention.")

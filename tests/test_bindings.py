@@ -369,8 +369,13 @@ def test_ceilings() -> None:
         peak = _C.fma_peak(dtype, seconds=0.01)
         assert math.isfinite(peak) and peak > 0
     for measure in (_C.copy_bandwidth, _C.read_bandwidth):
-        speed = measure(bytes=1 << 16, seconds=0.01)
-        assert math.isfinite(speed) and speed > 0
+        for threads in (1, 2):
+            speed = measure(bytes=1 << 16, seconds=0.01, threads=threads)
+            assert math.isfinite(speed) and speed > 0
+        with pytest.raises(ValueError, match="threads must be positive, but is 0"):
+            measure(bytes=1 << 16, threads=0)
+        with pytest.raises(ValueError, match="bytes must be positive, but is -1"):
+            measure(bytes=-1)
     with pytest.raises(
         ValueError, match="dtype must be float64, float32, bfloat16 or float16, but"
     ):

@@ -252,7 +252,11 @@ void few_scan(const Attention& a, const FewTask& task, Range range, const FewSta
   }
   seen = {max_of(seen.begin / kTile * kTile, range.begin), min_of(seen.end, range.end)};
 
-  // So many keys of all heads, one head after the other; then the next keys.
+  // So many keys of all heads, one head after the other; then the next keys. What is wanted so many
+  // keys later is asked for: kFewKeys later, or more where these are less than 8 KB.
+  const int64_t widest = max_of(1, max_of(a.head_dim, a.value_dim));
+  const int64_t ahead =
+      min_of(kTile, round_up(ceil_div(8192, task.heads * widest * kItem), kFewKeys));
   const auto rows_ahead = [&](const Rows& t, int64_t width, int64_t first, int64_t last,
                               int64_t units) {
     const int64_t bytes = ((task.heads - 1) * t.head + width) * kItem;
@@ -276,9 +280,10 @@ void few_scan(const Attention& a, const FewTask& task, Range range, const FewSta
     for (int64_t n = 0; n < keys; n += kFewKeys) {
       const int64_t some = min_of(kFewKeys, keys - n);
       const int64_t units = task.heads * few_blocks<K>(rows, some);
-      NextRows next = n + kFewKeys < keys
-                          ? rows_ahead(a.key, a.head_dim, k0 + n + kFewKeys, k0 + keys, units)
-                          : rows_ahead(a.value, a.value_dim, k0, k0 + keys, units);
+      const int64_t then = n + ahead;
+      NextRows next = then < keys
+                          ? rows_ahead(a.key, a.head_dim, k0 + then, k0 + keys, units)
+                          : rows_ahead(a.value, a.value_dim, k0 + then - keys, k0 + keys, units);
       for (int64_t head = 0; head < task.heads; head++) {
         if (!w.any[head]) continue;
         const typename K::S* key = row_of<K>(a.key, b, task.kv + head, k0 + n);
@@ -327,9 +332,10 @@ void few_scan(const Attention& a, const FewTask& task, Range range, const FewSta
     for (int64_t n = 0; n < keys; n += kFewKeys) {
       const int64_t some = min_of(kFewKeys, keys - n);
       const int64_t units = task.heads * some;
-      NextRows next = n + kFewKeys < keys
-                          ? rows_ahead(a.value, a.value_dim, k0 + n + kFewKeys, k0 + keys, units)
-                          : rows_ahead(a.key, a.head_dim, k0 + kTile, seen.end, units);
+      const int64_t then = n + ahead;
+      NextRows next =
+          then < keys ? rows_ahead(a.value, a.value_dim, k0 + then, k0 + keys, units)
+                      : rows_ahead(a.key, a.head_dim, k0 + kTile + then - keys, seen.end, units);
       for (int64_t head = 0; head < task.heads; head++) {
         if (!w.any[head]) continue;
         const FewState<K> state = states.of(a, head);

@@ -5,7 +5,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #ifndef MHA_EXT_X86
 #if defined(__x86_64__)
@@ -131,24 +130,6 @@ const Kernels*& active() {
   return kernels;
 }
 
-double now() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-// The best of several short runs: a shared machine only ever slows a run down.
-template <class Run>  // () -> amount of work
-double best_rate(double seconds, Run run) {
-  double best = 0;
-  const double end = now() + seconds;
-  do {
-    const double start = now(), work = run(), rate = work / (now() - start);
-    best = rate > best ? rate : best;
-  } while (now() < end);
-  return best;
-}
-
 }  // namespace
 
 const Kernels& active_kernels() { return *active(); }
@@ -161,49 +142,6 @@ bool select_isa(const char* name) {
   const Kernels* kernels = find(name);
   if (kernels) active() = kernels;
   return kernels != nullptr;
-}
-
-double fma_peak(DType type, double seconds) {
-  const auto run = active()->types[(int)type].multiply_add;
-  return best_rate(seconds, [&] { return run(200000); });
-}
-
-double copy_bandwidth(int64_t bytes, double seconds) {
-  char *from = (char*)malloc((size_t)bytes), *to = (char*)malloc((size_t)bytes);
-  memset(from, 1, (size_t)bytes);
-  memset(to, 1, (size_t)bytes);
-  const double rate = best_rate(seconds, [&] {
-    memcpy(to, from, (size_t)bytes);
-    asm volatile("" : : "r"(to) : "memory");
-    return 2.0 * (double)bytes;
-  });
-  free(from);
-  free(to);
-  return rate;
-}
-
-double read_bandwidth(int64_t bytes, double seconds) {
-  const int64_t words = bytes / 8;
-  uint64_t* data = (uint64_t*)malloc((size_t)words * 8 + 64);
-  memset(data, 1, (size_t)words * 8 + 64);
-  volatile uint64_t sink;
-  const double rate = best_rate(seconds, [&] {
-    typedef uint64_t Vector __attribute__((vector_size(64), aligned(8)));
-    Vector sum0{}, sum1{}, sum2{}, sum3{};
-    for (int64_t i = 0; i + 32 <= words; i += 32) {
-      const Vector* p = (const Vector*)(data + i);
-      sum0 += p[0];
-      sum1 += p[1];
-      sum2 += p[2];
-      sum3 += p[3];
-    }
-    sum0 += sum1 + sum2 + sum3;
-    sink = sum0[0];
-    return 8.0 * (double)words;
-  });
-  (void)sink;
-  free(data);
-  return rate;
 }
 
 }  // namespace mha_ext::cpu

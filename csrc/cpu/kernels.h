@@ -208,8 +208,9 @@ const char* active_isa();
 bool select_isa(const char* name);  // nullptr = best supported; false if unknown or unsupported
 
 double fma_peak(DType type, double seconds);  // FLOP/s of one thread
-double copy_bandwidth(int64_t bytes,
-                      double seconds);  // bytes read and written a second, one thread
-double read_bandwidth(int64_t bytes, double seconds);  // bytes read a second, one thread
+// Bytes a second of so many threads at once, in `bytes` bytes of all of them: read and written, and
+// read.
+double copy_bandwidth(int64_t bytes, double seconds, int threads);
+double read_bandwidth(int64_t bytes, double seconds, int threads);
 
 }  // namespace mha_ext::cpu
