@@ -252,11 +252,12 @@ void few_scan(const Attention& a, const FewTask& task, Range range, const FewSta
   }
   seen = {max_of(seen.begin / kTile * kTile, range.begin), min_of(seen.end, range.end)};
 
-  // So many keys of all heads, one head after the other; then the next keys. What is wanted so many
-  // keys later is asked for: kFewKeys later, or more where these are less than 8 KB.
+  // So many keys of all heads, one head after the other; then the next keys. What comes is asked
+  // for kFewKeys early, or more where these are but little memory.
+  constexpr int64_t kLeastAhead = 8192;  // bytes
   const int64_t widest = max_of(1, max_of(a.head_dim, a.value_dim));
   const int64_t ahead =
-      min_of(kTile, round_up(ceil_div(8192, task.heads * widest * kItem), kFewKeys));
+      min_of(kTile, round_up(ceil_div(kLeastAhead, task.heads * widest * kItem), kFewKeys));
   const auto rows_ahead = [&](const Rows& t, int64_t width, int64_t first, int64_t last,
                               int64_t units) {
     const int64_t bytes = ((task.heads - 1) * t.head + width) * kItem;

@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
+
 #ifndef MHA_EXT_X86
 #if defined(__x86_64__)
 #define MHA_EXT_X86 1
@@ -84,6 +86,9 @@ struct List {
   explicit List(const Isa (&all)[n]) {
     for (const Isa& isa : all)
       if (isa.kernels) isas[count++] = isa;
+#ifdef MHA_EXT_EMULATE_AMX  // slow: for those who name it
+    if (isas[0].kernels == &kAmx) std::rotate(isas, isas + 1, isas + count);
+#endif
   }
 };
 const List& list() {
