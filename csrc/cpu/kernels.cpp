@@ -6,8 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include <algorithm>
-
 #ifndef MHA_EXT_X86
 #if defined(__x86_64__)
 #define MHA_EXT_X86 1
@@ -80,14 +78,17 @@ const Isa kOther[] = {{&kAmx, has_amx},
                       {&kPortable, always}};
 // Those of the list that were compiled.
 struct List {
-  Isa isas[5];
+  Isa isas[6];  // one more than there are, to move an entry by
   int count = 0;
   template <int n>
   explicit List(const Isa (&all)[n]) {
     for (const Isa& isa : all)
       if (isa.kernels) isas[count++] = isa;
 #ifdef MHA_EXT_EMULATE_AMX  // slow: for those who name it
-    if (isas[0].kernels == &kAmx) std::rotate(isas, isas + 1, isas + count);
+    if (isas[0].kernels == &kAmx) {
+      isas[count] = isas[0];
+      memmove(isas, isas + 1, static_cast<size_t>(count) * sizeof(Isa));
+    }
 #endif
   }
 };
