@@ -89,14 +89,14 @@ struct TilePlace {
 template <class K, Contiguous kA>
 void update_product(Update update, Operand a, int64_t rows, int64_t count,
                     const typename K::Unit* x, int64_t ldx, int64_t vectors, typename K::T* c,
-                    int64_t ldc) {
+                    int64_t ldc, Ahead& ahead) {
   using X = typename K::X;
   using Dot = typename K::Dot;
   if (update == Update::kStore)
-    return product<X, Dot, kA, Update::kStore>(a, rows, count, x, ldx, vectors, c, ldc);
+    return product<X, Dot, kA, Update::kStore>(a, rows, count, x, ldx, vectors, c, ldc, &ahead);
   if (update == Update::kAdd)
-    return product<X, Dot, kA, Update::kAdd>(a, rows, count, x, ldx, vectors, c, ldc);
-  product<X, Dot, kA, Update::kAddSum>(a, rows, count, x, ldx, vectors, c, ldc);
+    return product<X, Dot, kA, Update::kAdd>(a, rows, count, x, ldx, vectors, c, ldc, &ahead);
+  product<X, Dot, kA, Update::kAddSum>(a, rows, count, x, ldx, vectors, c, ldc, &ahead);
 }
 
 // grad_value, grad_key and grad_query of one tile, from w.p and w.ds, or these in pairs.
@@ -118,7 +118,7 @@ void add_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K
       update_product<K, Contiguous::kAlongT>(update, from, keys.end - keys.begin,
                                              units_of<K>(queries.end - queries.begin),
                                              rows + unit * width, width, width / K::kLanes,
-                                             to + (tile.at + keys.begin) * width, width);
+                                             to + (tile.at + keys.begin) * width, width, w.ahead);
     });
   };
   if (g.grad_value.data)
@@ -134,7 +134,7 @@ void add_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K
                        key_columns.t_stride};
     update_product<K, Contiguous::kAlongM>(
         tile.query_update, from, a.head_dim, units_of<K>(seen.end - seen.begin),
-        ds + unit * kRow + lane, kRow, count, tile.grad_query + lane, kRow);
+        ds + unit * kRow + lane, kRow, count, tile.grad_query + lane, kRow, w.ahead);
   });
 }
 
@@ -176,6 +176,17 @@ void add_lanes(const typename K::T* from, int64_t columns, int64_t vectors, type
     }
 }
 
+// Where the thread will most likely go on: with the next ranges of the head, or the next head.
+struct NextPart {
+  int64_t batch, kv_head, begin;
+};
+inline NextPart next_part(const Attention& a, int64_t b, int64_t kv, KeyPart part) {
+  const KeyRanges ranges = grad_ranges(a);
+  if (!part.apart && part.last < ranges.count) return {b, kv, part.last * ranges.size};
+  const bool last = kv + 1 == a.kv_heads;
+  return {last ? b + 1 : b, last ? 0 : kv + 1, part.apart ? part.first * ranges.size : 0};
+}
+
 template <class K>
 void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv, KeyPart part,
               void* sums, void* scratch) {
@@ -193,6 +204,9 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const bool write_bias = g.grad_bias.data && bias_is_dense(a, g.grad_bias);
   const bool add_bias = bias_is_added(a, g.grad_bias);
   const bool uniform = a.uniform_empty_rows && g.grad_value.data;
+  const bool with_delta = is_whole_head(a, part) && !g.grad_weights.data;
+  const bool writes_query = g.grad_query.data && !part.apart && part.last == ranges.count;
+  const NextPart next = next_part(a, b, kv, part);
   for (int64_t r = 0; r < kRow; r++) w.one[r] = 1;
   if (K::kPairs && !g.grad_bias.data) {
     w.p_queries = w.p_rows;
@@ -220,10 +234,17 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
     w.finite[at / kTile] = Finite::kUnknown;
   }
 
+  const auto ask_queries = [&](int64_t batch, int64_t head, int64_t first) {
+    ask_rows<K>(a.query, batch, head, first, a.queries, a.head_dim, w.ahead);
+    if (g.grad_out.data)
+      ask_rows<K>(g.grad_out, batch, head, first, a.queries, a.value_dim, w.ahead);
+    if (with_delta) ask_rows<K>(a.out, batch, head, first, a.queries, a.value_dim, w.ahead);
+  };
   for (int64_t h = kv * group; h < (kv + 1) * group; h++)
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
       const int64_t vectors = vectors_of<K>(rows);
+      const bool last = h + 1 == (kv + 1) * group && block + 1 == blocks;
       if (uniform) add_uniform_values<K>(a, g, b, h, q0, rows, begin, end, w);
 
       const Range seen = seen_by_any(a, b, q0, q0 + rows - 1);
@@ -249,14 +270,28 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
           const int64_t keys = min_of(kTile, to - k0), at = k0 - begin;
           if (k0 >= seen.end || k0 + keys <= seen.begin) continue;
           if (!loaded) {
+            if (with_delta) delta<K>(a, g, b, h, block);
             load_queries<K>(a, g, b, h, q0, rows, w);
             pack_rows<K>(query, a.query.row, rows, a.head_dim, w.query_rows, ld);
             if (g.grad_out.data)
               pack_rows<K>(grad_out, g.grad_out.row, rows, a.value_dim, w.grad_out_rows, ldv);
-            ask_rows<K>(a.query, b, h, q0 + kTile, a.queries, a.head_dim, w.ahead);
-            if (g.grad_out.data)
-              ask_rows<K>(g.grad_out, b, h, q0 + kTile, a.queries, a.value_dim, w.ahead);
+            if (writes_query) ask_rows<K>(g.grad_query, b, h, q0, a.queries, a.head_dim, w.ahead);
+            if (block + 1 < blocks)
+              ask_queries(b, h, q0 + kTile);
+            else if (!last)
+              ask_queries(b, h + 1, 0);
+            else if (next.batch < a.batch)
+              ask_queries(next.batch, next.kv_head * group, 0);
             loaded = true;
+          }
+          if (last) {
+            if (g.grad_key.data) ask_rows<K>(g.grad_key, b, kv, k0, end, a.head_dim, w.ahead);
+            if (g.grad_value.data) ask_rows<K>(g.grad_value, b, kv, k0, end, a.value_dim, w.ahead);
+            if (next.batch < a.batch) {
+              const int64_t then = next.begin + k0 - begin;
+              ask_rows<K>(a.key, next.batch, next.kv_head, then, a.keys, a.head_dim, w.ahead);
+              ask_rows<K>(a.value, next.batch, next.kv_head, then, a.keys, a.value_dim, w.ahead);
+            }
           }
           if (k0 + kTile < end)
             ask_pairs<K>(a, b, h, q0, k0 + kTile, w.ahead);

@@ -62,6 +62,7 @@ bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, in
   if (g.grad_bias.data && bias_is_dense(a, g.grad_bias))
     store_bias_tile<K>(a, g, b, h, 0, rows, 0, keys, w.one, w.ds);
   if (bias_is_added(a, g.grad_bias)) add_bias_tile<K>(g, b, h, 0, rows, 0, keys, w.ds);
+  if (ahead && g.grad_value.data) ask_for<K>(g.grad_value, next_b, next_h, keys, dv);
   if (g.grad_value.data) {
     scale_tile<K>((T)a.dropout.keep_scale, keys, vectors_of<K>(rows), w.p);
     width_rows<K, Contiguous::kAlongT>({grad_out, g.grad_out.row, rows, dv}, keys, w.p,
@@ -69,10 +70,12 @@ bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, in
   }
   if (ahead && grads) ask_for<K>(a.value, next_b, next_h, keys, dv);
   scale_tile<K>((T)a.scale, keys, vectors_of<K>(rows), w.ds);
+  if (ahead && g.grad_key.data) ask_for<K>(g.grad_key, next_b, next_h, keys, d);
   if (g.grad_key.data)
     width_rows<K, Contiguous::kAlongT>({query, a.query.row, rows, d}, keys, w.ds,
                                        row_of<K>(g.grad_key, b, h, 0), g.grad_key.row);
   if (ahead && grads) ask_for<K>(a.out, next_b, next_h, rows, dv);
+  if (ahead && g.grad_query.data) ask_for<K>(g.grad_query, next_b, next_h, rows, d);
   if (g.grad_query.data)
     width_rows<K, Contiguous::kAlongM>({key, a.key.row, keys, d}, rows, w.ds,
                                        row_of<K>(g.grad_query, b, h, 0), g.grad_query.row);

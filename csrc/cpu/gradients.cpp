@@ -107,11 +107,15 @@ void run_heads(const GradProblem& p, const BackwardPlan& plan, const At& at) {
 
 }  // namespace
 
-// All heads at once; or, where they add to one grad_bias, one after the other those that share it.
+// delta, unless the calls compute it, and then all heads at once; or, where they add to one
+// grad_bias, one after the other those that share it.
 void run_backward(const GradProblem& p) {
   const Attention& a = p.groups[0];
   const BackwardPlan plan = plan_backward(a, p.grads[0], p.count);
   if (plan.heads == 0) return;
+  const bool whole_heads = !plan.apart && plan.together == plan.ranges.count;
+  const bool one_tile = backward_is_one_tile(a, p.kernels.one_tile_queries);
+  if (!whole_heads && !one_tile && !p.grads[0].grad_weights.data) run_delta(p);
   const int64_t batches = a.batch / plan.turns_batch, heads = a.kv_heads / plan.turns_head;
   for (int64_t b = 0; b < plan.turns_batch; b++)
     for (int64_t h = 0; h < plan.turns_head; h++)
@@ -251,7 +255,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   }
 
   const GradProblem problem{group_count(query), groups, grads, kernels_for(groups[0])};
-  if (!backward_is_one_tile(groups[0], problem.kernels.one_tile_queries)) run_delta(problem);
   run_backward(problem);
   run_bias(problem);
   return {grad_query, grad_key, grad_value, grad_bias};

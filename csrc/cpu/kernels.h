@@ -39,6 +39,11 @@ struct KeyPart {
   int64_t first, last;
   bool apart;
 };
+// Such a call meets each block of queries of its head, and nobody else does: it computes delta,
+// too, unless grad_weights is what backward starts from.
+HOST_DEVICE bool is_whole_head(const Attention& a, KeyPart part) {
+  return part.first == 0 && part.last == grad_ranges(a).count && !part.apart;
+}
 // Numbers of the grad_query of 64 queries as it is summed: [head_dim][64], in whole rows of a
 // matrix unit.
 HOST_DEVICE int64_t query_sum_size(const Attention& a) {

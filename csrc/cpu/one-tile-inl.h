@@ -111,6 +111,7 @@ void forward_one_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int6
     else
       width_rows<K, Contiguous::kAlongM>({value, a.value.row, keys, columns}, q.rows, w.s, to,
                                          a.out.row);
+    if (ahead) ask_for<K>(a.out, next_b, next_h, q.rows, columns);
     if (ahead) ask_for<K>(a.value, next_b, kv_head(a, next_h), keys, columns);
   }
 }

@@ -35,8 +35,8 @@ class Ahead {
       return;
     }
     Piece& piece = pieces_[begin_ % kMost];
-    at_ = piece.row;
-    last_ = at_ + (piece.bytes + kLine - 1) / kLine * kLine;
+    at_ = piece.row - (uintptr_t)piece.row % kLine;
+    last_ = at_ + (piece.row + piece.bytes - at_ + kLine - 1) / kLine * kLine;
     piece.row += piece.stride;
     if (--piece.rows <= 0) begin_++;
   }

@@ -3,15 +3,18 @@
 namespace mha_ext::cpu {
 namespace {
 
-// What the next head wants, and the last tile has not brought: heads are short, and no machine
-// foresees where the next one starts. Inline, as a compiler drops calls that do nothing but ask.
+// What the next head reads and writes, and the last tile has not brought: heads are short, and no
+// machine foresees where the next one starts. Every line that a row touches, into the second cache:
+// the few buffers that wait for lines of the first one would hold up everything else. Inline, as a
+// compiler drops calls that do nothing but ask.
 template <class K>
 [[gnu::always_inline]] inline void ask_for(const Rows& t, int64_t b, int64_t h, int64_t rows,
                                            int64_t columns) {
+  constexpr int64_t kLine = 64;
   for (int64_t r = 0; r < rows; r++) {
     const char* row = (const char*)row_of<K>(t, b, h, r);
-    for (int64_t at = 0; at < columns * (int64_t)sizeof(typename K::S); at += 64)
-      __builtin_prefetch(row + at);
+    const char* const end = row + columns * (int64_t)sizeof(typename K::S);
+    for (row -= (uintptr_t)row % kLine; row < end; row += kLine) __builtin_prefetch(row, 0, 2);
   }
 }
 
