@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from statistics import harmonic_mean
 from typing import Any
 
 import onnxruntime_peer
@@ -431,7 +432,12 @@ def _peak_probe(
     pool: ThreadPoolExecutor, threads: int, dtype: str, isa: str
 ) -> Callable[[], dict[str, float]]:
     def probe(_: int) -> float:
-        return float(_C.fma_peak(dtype, _PEAK_SECONDS))
+        # As a sample of a case: all work over all the time, so that neighbours slow both alike.
+        passes = []
+        until = time.perf_counter() + _PEAK_SECONDS
+        while not passes or time.perf_counter() < until:
+            passes.append(float(_C.fma_peak(dtype, 0.0)))  # the same work in each
+        return harmonic_mean(passes)
 
     def visit() -> dict[str, float]:
         with _on(isa):

@@ -37,7 +37,7 @@ double best_rate(double seconds, Run run) {
 // medians.
 template <class Piece>  // (piece of the first buffer, offset to the next buffer, bytes) -> moved
 double bandwidth(int64_t bytes, double seconds, int threads, int buffers, Piece piece) {
-  constexpr int64_t kPiece = 1 << 20, kLine = 64;
+  constexpr int64_t kPiece = 1 << 25, kLine = 64;
   const int64_t part = std::max(bytes / threads / kLine, (int64_t)1) * kLine;
   std::atomic<int> starting{threads};
   std::vector<double> medians((size_t)threads);
