@@ -205,7 +205,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const bool add_bias = bias_is_added(a, g.grad_bias);
   const bool uniform = a.uniform_empty_rows && g.grad_value.data;
   const bool with_delta = is_whole_head(a, part) && !g.grad_weights.data;
-  const bool writes_query = g.grad_query.data && !part.apart && part.last == ranges.count;
+  const bool writes_query = !part.apart && part.last == ranges.count;
   const NextPart next = next_part(a, b, kv, part);
   for (int64_t r = 0; r < kRow; r++) w.one[r] = 1;
   if (K::kPairs && !g.grad_bias.data) {
@@ -236,8 +236,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
 
   const auto ask_queries = [&](int64_t batch, int64_t head, int64_t first) {
     ask_rows<K>(a.query, batch, head, first, a.queries, a.head_dim, w.ahead);
-    if (g.grad_out.data)
-      ask_rows<K>(g.grad_out, batch, head, first, a.queries, a.value_dim, w.ahead);
+    ask_rows<K>(g.grad_out, batch, head, first, a.queries, a.value_dim, w.ahead);
     if (with_delta) ask_rows<K>(a.out, batch, head, first, a.queries, a.value_dim, w.ahead);
   };
   for (int64_t h = kv * group; h < (kv + 1) * group; h++)
@@ -285,8 +284,8 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
             loaded = true;
           }
           if (last) {
-            if (g.grad_key.data) ask_rows<K>(g.grad_key, b, kv, k0, end, a.head_dim, w.ahead);
-            if (g.grad_value.data) ask_rows<K>(g.grad_value, b, kv, k0, end, a.value_dim, w.ahead);
+            ask_rows<K>(g.grad_key, b, kv, k0, end, a.head_dim, w.ahead);
+            ask_rows<K>(g.grad_value, b, kv, k0, end, a.value_dim, w.ahead);
             if (next.batch < a.batch) {
               const int64_t then = next.begin + k0 - begin;
               ask_rows<K>(a.key, next.batch, next.kv_head, then, a.keys, a.head_dim, w.ahead);

@@ -106,11 +106,13 @@ void add_values(const Attention& a, const typename K::S* value, Operand columns,
   }
 }
 
-// Asks for rows [first, first + 64) of a head, to be there when their turn comes.
+// Asks for rows [first, first + 64) of a head, to be there when their turn comes; for none where
+// there is no tensor.
 template <class K>
 void ask_rows(const Rows& t, int64_t b, int64_t h, int64_t first, int64_t last, int64_t width,
               Ahead& ahead) {
   constexpr int64_t kItem = sizeof(typename K::S);
+  if (!t.data) return;
   ahead.add(row_of<K>(t, b, h, first), t.row * kItem, width * kItem, min_of(kTile, last - first));
 }
 template <class K>

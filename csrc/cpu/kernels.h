@@ -151,7 +151,7 @@ struct TypeKernels {
   void (*delta)(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t block);
   // grad_key and grad_value of the keys of `part`, and their share of grad_query. `sums`: room for
   // that of [heads / kv_heads][ranges if apart][blocks of 64 queries], query_sum_size(a) numbers
-  // each; not needed where one part has all ranges.
+  // each; not needed where one part has all ranges. Writes delta where is_whole_head says so.
   void (*backward)(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv_head,
                    KeyPart part, void* sums, void* scratch);
   // grad_query of 64 queries from the sums [ranges][blocks] of head h.

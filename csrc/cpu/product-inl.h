@@ -17,7 +17,7 @@ class Ahead {
   // `rows` rows of `bytes` bytes, `stride` bytes apart; forgotten where many are waiting, and where
   // rows are so long that hardware foresees most of a row.
   void add(const void* first, int64_t stride, int64_t bytes, int64_t rows) {
-    if (rows > 0 && bytes <= kLongest && end_ - begin_ < kMost)
+    if (rows > 0 && bytes > 0 && bytes <= kLongest && end_ - begin_ < kMost)
       pieces_[end_++ % kMost] = {(const char*)first, stride, bytes, rows};
   }
   bool waiting() const { return begin_ != end_ || at_ != last_; }
@@ -42,7 +42,7 @@ class Ahead {
   }
 
   static constexpr int64_t kLine = 64, kLongest = 512;
-  static constexpr unsigned kMost = 8;
+  static constexpr unsigned kMost = 16;
   struct Piece {
     const char* row;
     int64_t stride, bytes, rows;
