@@ -17,7 +17,7 @@ from cases import (
     plain_orders,
     results,
 )
-from sizes import on_emulator
+from sizes import fewer, on_emulator
 from torch import Tensor
 
 import mha_ext
@@ -67,6 +67,17 @@ def test_only_the_gradients_asked_for(dtype: torch.dtype, wanted: str) -> None:
             assert leaf.grad is None
         else:
             assert torch.equal(leaf.grad, everything[f"grad_{name}"]), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_head_in_several_calls(dtype: torch.dtype) -> None:
+    """On one thread, where the ranges of a wide head's keys take more than one call."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        check(fewer(Problem(dtype=dtype, queries=70, keys=300, head_dim=256, causal="lower_right")))
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
