@@ -30,7 +30,7 @@ struct ForwardScratch {
   using Unit = typename K::Unit;
   QueryBlock<K> blocks[kGroup];
   Unit *key, *value, *pairs;
-  T *s, *extra;
+  T *s, *top, *extra;
   uint64_t *bits, *keep;
   typename K::S* clean;
   char* sums;  // states of the blocks over the ranges of keys that are done
@@ -49,6 +49,7 @@ struct ForwardScratch {
     value = arena.take<Unit>(kTile * operand_width<K>(a.value_dim));
     pairs = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
     s = arena.take<T>(kTile * kRow);
+    top = arena.take<T>(kRow);
     extra = arena.take<T>(
         max_of(a.bias.data ? kTile : 0, a.uniform_empty_rows ? height_of<K>(a.value_dim) : 0) *
         kRow);
@@ -187,8 +188,9 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       }
       const Range* const bands =
           find_bands<K>(a, b, q.q0, q.rows, k0, keys, w.bands) ? w.bands : nullptr;
+      T* const top = scores_are_product<K>(a, visible, bands) ? w.top : nullptr;
       visible = scores<K>(a, b, h, q.q0, q.rows, k0, keys, q.query, key_rows, visible, w.bits, w.s,
-                          w.extra, &w.ahead, bands);
+                          w.extra, &w.ahead, bands, top);
       const bool partial = visible == Visibility::kPartial;
       if (partial) select_tile<K>(w.bits, keys, q.vectors, -(T)INFINITY, w.s);
       const bool paired =
@@ -202,7 +204,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
         for_bands<K>(bands, keys, q.vectors, [&](Range seen, int64_t first, int64_t count) {
           const int64_t lane = first * K::kLanes;
           if (seen.begin < seen.end)
-            softmax_tile<K>(seen.end - seen.begin, count, w.s + seen.begin * kRow + lane,
+            softmax_tile<K>(seen.end - seen.begin, count, w.s + seen.begin * kRow + lane, top,
                             q.m + lane, q.l + lane, q.out + lane, q.started ? value_dim : 0);
         });
       if (!with_values) continue;

@@ -64,13 +64,13 @@ void linear(const Linear& p, int64_t m0, int64_t rows, int64_t n0, int64_t colum
       const int64_t vectors = (width + V::kLanes - 1) / V::kLanes;
       pack_panel<V>(p.x, t0, count, n0 + n, width, panel);
       if (width % V::kLanes == 0) {
-        add(a, rows, count, panel, kTile, vectors, out + n, p.columns, nullptr, 1);
+        add(a, rows, count, panel, kTile, vectors, out + n, p.columns, nullptr, 1, nullptr);
         continue;
       }
       // A row of the result that ends within a vector is summed beside it.
       for (int64_t m = 0; m < rows; m++)
         __builtin_memcpy(edge + m * kTile, out + m * p.columns + n, (size_t)width * sizeof *out);
-      add(a, rows, count, panel, kTile, vectors, edge, kTile, nullptr, 1);
+      add(a, rows, count, panel, kTile, vectors, edge, kTile, nullptr, 1, nullptr);
       for (int64_t m = 0; m < rows; m++)
         __builtin_memcpy(out + m * p.columns + n, edge + m * kTile, (size_t)width * sizeof *out);
     }

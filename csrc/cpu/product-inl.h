@@ -74,13 +74,14 @@ struct Multiply {
 // 1, t) are neighbours (columns of V). One of the two strides is then known, which keeps the
 // addresses in few registers.
 enum class Contiguous { kAlongT, kAlongM };
-// C = sum; C += terms, one by one; C += sum; C = factor sum; C += factor sum
-enum class Update { kStore, kAdd, kAddSum, kStoreScaled, kAddScaled };
+// C = sum; C = sum and top[lane] = the largest of a lane; C += terms, one by one; C += sum; C =
+// factor sum; C += factor sum
+enum class Update { kStore, kStoreTop, kAdd, kAddSum, kStoreScaled, kAddScaled };
 
 template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC, bool kAsk>
 [[gnu::always_inline]] inline void micro(Operand a, int64_t count, const typename Dot::Unit* x,
                                          int64_t ldx, typename X::T* c, int64_t ldc,
-                                         typename X::T factor, Ahead* ahead) {
+                                         typename X::T factor, typename X::T* top, Ahead* ahead) {
   typename X::V sum[MR][NV];
 #pragma GCC unroll 16
   for (int m = 0; m < MR; m++)
@@ -103,6 +104,14 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC, bool kAs
     x += ldx;
     a.data += t_stride;
   }
+  if constexpr (kC == Update::kStoreTop)
+#pragma GCC unroll 4
+    for (int i = 0; i < NV; i++) {
+      typename X::V largest = X::load(top + i * X::kLanes);
+#pragma GCC unroll 16
+      for (int m = 0; m < MR; m++) largest = X::max(sum[m][i], largest);
+      X::store(top + i * X::kLanes, largest);
+    }
   [[maybe_unused]] const typename X::V f = X::set(factor);
 #pragma GCC unroll 16
   for (int m = 0; m < MR; m++)
@@ -122,15 +131,17 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC, bool kAs
 template <class X, class Dot, int NV, Contiguous kA, Update kC>
 __attribute__((noinline)) void panel(Operand a, int64_t rows, int64_t count,
                                      const typename Dot::Unit* x, int64_t ldx, typename X::T* c,
-                                     int64_t ldc, Ahead* ahead, typename X::T factor) {
+                                     int64_t ldc, Ahead* ahead, typename X::T factor,
+                                     typename X::T* top) {
   constexpr int kMost = X::kRegisters == 32 ? (NV == 4 ? 6 : NV == 3 ? 8 : 12) : (NV == 2 ? 6 : 12);
   const int64_t m_stride = kA == Contiguous::kAlongM ? (int64_t)sizeof(*x) : a.m_stride;
   const auto at_a_time = [&]<int kRows>() __attribute__((always_inline)) {
     while (rows >= kRows) {
       if (kRows == kMost && ahead && ahead->waiting())
-        micro<X, Dot, kRows, NV, kA, kC, kRows == kMost>(a, count, x, ldx, c, ldc, factor, ahead);
+        micro<X, Dot, kRows, NV, kA, kC, kRows == kMost>(a, count, x, ldx, c, ldc, factor, top,
+                                                         ahead);
       else
-        micro<X, Dot, kRows, NV, kA, kC, false>(a, count, x, ldx, c, ldc, factor, nullptr);
+        micro<X, Dot, kRows, NV, kA, kC, false>(a, count, x, ldx, c, ldc, factor, top, nullptr);
       a.data += kRows * m_stride;
       c += kRows * ldc;
       rows -= kRows;
@@ -161,27 +172,30 @@ __attribute__((noinline)) void panel(Operand a, int64_t rows, int64_t count,
 template <class X, class Dot, Contiguous kA, Update kC>
 void product_vectors(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x,
                      int64_t ldx, int64_t vectors, typename X::T* c, int64_t ldc, Ahead* ahead,
-                     typename X::T factor) {
+                     typename X::T factor, typename X::T* top) {
+  const auto panels = [&]<int NV>() {
+    for (; vectors >= NV; vectors -= NV, x += NV * X::kLanes, c += NV * X::kLanes) {
+      panel<X, Dot, NV, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead, factor, top);
+      if constexpr (kC == Update::kStoreTop) top += NV * X::kLanes;
+    }
+  };
   if constexpr (X::kRegisters == 32) {
-    for (; vectors >= 4; vectors -= 4, x += 4 * X::kLanes, c += 4 * X::kLanes)
-      panel<X, Dot, 4, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead, factor);
-    if (vectors == 3)
-      return panel<X, Dot, 3, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead, factor);
+    panels.template operator()<4>();
+    panels.template operator()<3>();
   }
-  for (; vectors >= 2; vectors -= 2, x += 2 * X::kLanes, c += 2 * X::kLanes)
-    panel<X, Dot, 2, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead, factor);
-  if (vectors) panel<X, Dot, 1, kA, kC>(a, rows, count, x, ldx, c, ldc, ahead, factor);
+  panels.template operator()<2>();
+  panels.template operator()<1>();
 }
 
 // C[0:rows, 0:vectors * lanes], `count` units along t.
 template <class X, class Dot, Contiguous kA, Update kC>
 void product(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x, int64_t ldx,
              int64_t vectors, typename X::T* c, int64_t ldc, Ahead* ahead = nullptr,
-             typename X::T factor = 1) {
+             typename X::T factor = 1, typename X::T* top = nullptr) {
   if constexpr (Dot::kRowBlock > 1)  // a matrix unit does whole tiles
     Dot::template product<kC>(a, rows, count, x, ldx, vectors, c, ldc);
   else
-    product_vectors<X, Dot, kA, kC>(a, rows, count, x, ldx, vectors, c, ldc, ahead, factor);
+    product_vectors<X, Dot, kA, kC>(a, rows, count, x, ldx, vectors, c, ldc, ahead, factor, top);
 }
 
 // `count` rounds of independent multiply-adds on registers only: the ceiling of this instruction.

@@ -121,8 +121,15 @@ struct Exp<float> {
   static constexpr int degree = 5;
   static constexpr float coefficient[] = {1.0f,         0.999999707f,  0.499991492f,
                                           0.166676366f, 0.0418979754f, 0.00829030616f};
-  static constexpr float power_coefficient[] = {1.0f,          0.693151312f,   0.24016445f,
-                                                0.0557999131f, 0.00901703028f, 0.00186713008f};
+  static constexpr float power_magic = 393216.0f, power_lowest = -87.33f;
+  static constexpr int power_degree = 2;
+  static constexpr float power_coefficient[] = {0.693157399f, 0.240231819f};
+  static constexpr uint32_t power[] = {
+      0x3f800000, 0x3f7ecd87, 0x3f7daac3, 0x3f7c980f, 0x3f7b95c2, 0x3f7aa43a, 0x3f79c3d3,
+      0x3f78f4f0, 0x3f7837f0, 0x3f778d3a, 0x3f76f532, 0x3f767043, 0x3f75fed7, 0x3f75a15b,
+      0x3f75583f, 0x3f7523f6, 0x3f7504f3, 0x3f74fbaf, 0x3f7508a4, 0x3f752c4d, 0x3f75672a,
+      0x3f75b9be, 0x3f76248c, 0x3f76a81e, 0x3f7744fd, 0x3f77fbb8, 0x3f78ccdf, 0x3f79b907,
+      0x3f7ac0c7, 0x3f7be4ba, 0x3f7d257d, 0x3f7e83b3};
 };
 template <>
 struct Exp<double> {
@@ -143,6 +150,16 @@ struct Exp<double> {
                                            2.7557622652024488477e-6,
                                            2.7632308224452544435e-7,
                                            2.4994293345730463606e-8};
+  static constexpr double power_magic = 422212465065984.0, power_lowest = -708.39;
+  static constexpr int power_degree = 6;
+  static constexpr double power_coefficient[] = {
+      0.69314718055994688866,   0.24022650695910167031,   0.055504108651954580178,
+      0.0096181291020534451435, 0.0013333820232909133894, 0.0001540421172845514689};
+  static constexpr uint64_t power[] = {
+      0x3ff0000000000000, 0x3fefb5586cf9890f, 0x3fef72b83c7d517b, 0x3fef387a6e756238,
+      0x3fef06fe0a31b715, 0x3feedea64c123422, 0x3feebfdad5362a27, 0x3feeab07dd485429,
+      0x3feea09e667f3bcd, 0x3feea11473eb0187, 0x3feeace5422aa0db, 0x3feec49182a3f090,
+      0x3feee89f995ad3ad, 0x3fef199bdd85529c, 0x3fef5818dcfba487, 0x3fefa4afa2a490da};
 };
 
 }  // namespace

@@ -25,17 +25,23 @@ void pack_query(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t ro
 }
 
 // tile[key][64 queries] = sum_d rows[key][d] lanes[d][query], kScaled: times factor. A long sum is
-// cut in pieces of 128 that are added at the end: rounding errors grow with the length of a chain.
+// cut in pieces of kScorePiece that are added at the end: rounding errors grow with the length of a
+// chain. `top`, where it is set (one piece, unscaled), rises to the largest of each lane.
+constexpr int64_t kScorePiece = 128;
 template <class K, bool kScaled = false>
 void score_product(Operand rows, int64_t keys, int64_t columns, const typename K::Unit* lanes,
                    int64_t vectors, typename K::T* tile, Ahead* ahead = nullptr,
-                   typename K::T factor = 1) {
+                   typename K::T factor = 1, typename K::T* top = nullptr) {
   constexpr Update kFirst = kScaled ? Update::kStoreScaled : Update::kStore;
   constexpr Update kRest = kScaled ? Update::kAddScaled : Update::kAddSum;
   using X = typename K::X;
   using Dot = typename K::Dot;
-  constexpr int64_t kPiece = 128 / Dot::kStep;
+  constexpr int64_t kPiece = kScorePiece / Dot::kStep;
   const int64_t units = units_of<K>(columns);
+  if constexpr (!K::kPairs)
+    if (top)
+      return product<X, Dot, Contiguous::kAlongT, Update::kStoreTop>(
+          rows, keys, units, lanes, kRow, vectors, tile, kRow, ahead, factor, top);
   product<X, Dot, Contiguous::kAlongT, kFirst>(rows, keys, min_of(units, kPiece), lanes, kRow,
                                                vectors, tile, kRow, ahead, factor);
   for (int64_t t = kPiece; t < units; t += kPiece) {
@@ -177,12 +183,13 @@ void few_scores_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64
 template <class K, bool kScaled = false>
 void score_product_bands(const Range* bands, Operand rows, int64_t keys, int64_t columns,
                          const typename K::Unit* lanes, int64_t vectors, typename K::T* tile,
-                         Ahead* ahead = nullptr, typename K::T factor = 1) {
+                         Ahead* ahead = nullptr, typename K::T factor = 1,
+                         typename K::T* top = nullptr) {
   for_bands<K>(bands, keys, vectors, [&](Range seen, int64_t first, int64_t count) {
     const Operand from{rows.data + seen.begin * rows.m_stride, rows.m_stride, rows.t_stride};
     const int64_t lane = first * K::kLanes;
     score_product<K, kScaled>(from, seen.end - seen.begin, columns, lanes + lane, count,
-                              tile + seen.begin * kRow + lane, ahead, factor);
+                              tile + seen.begin * kRow + lane, ahead, factor, top);
   });
 }
 
@@ -218,22 +225,33 @@ bool add_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows
   return X::bits(X::eq(lowest, X::set(-(typename K::T)INFINITY))) != 0;
 }
 
+// Whether the product of Q and K is all that there is to the scores, in one piece: then it can say
+// how large they become.
+template <class K>
+bool scores_are_product(const Attention& a, Visibility visible, const Range* bands) {
+  return !K::kPairs && visible == Visibility::kFull && !bands && !a.bias.data &&
+         a.head_dim <= kScorePiece && a.queries > kFewQueries;
+}
+
 // S[key][64 queries] = scale Q K^T + bias, of the bands. A bias of -inf hides the pair: `visible`
-// and `bits` say so.
+// and `bits` say so. top[64]: where scores_are_product, the largest of each query.
 template <class K>
 Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
                   int64_t keys, const typename K::Unit* query_lanes, Operand key_rows,
                   Visibility visible, uint64_t* bits, typename K::T* s, typename K::T* scratch,
-                  Ahead* ahead = nullptr, const Range* bands = nullptr) {
+                  Ahead* ahead = nullptr, const Range* bands = nullptr,
+                  typename K::T* top = nullptr) {
   using X = typename K::X;
   const int64_t vectors = vectors_of<K>(rows);
+  if (top)
+    for (int64_t r = 0; r < kRow; r++) top[r] = -(typename K::T)INFINITY;
   if (a.queries <= kFewQueries) {
     few_scores_tile<K>(a, b, h, q0, rows, k0, keys, s);
   } else {
     constexpr bool kScaled = K::kPairs && K::Dot::kRowBlock == 1;
     const typename K::T scale = (typename K::T)a.scale;
     score_product_bands<K, kScaled>(bands, key_rows, keys, a.head_dim, query_lanes, vectors, s,
-                                    ahead, scale);
+                                    ahead, scale, top);
     if constexpr (K::kPairs && !kScaled) scale_tile<K>(scale, keys, vectors, s);
   }
   if (!a.bias.data) return visible;

@@ -8,17 +8,19 @@ namespace {
 template <class T>
 constexpr T kSlack = (T)5.5;
 
-// m[r] -> the maximum with these scores, where it grows by more than 5.5: then l and the output are
-// rescaled. For NV vectors of queries:
+// The largest scores of NV vectors of queries: those of `known`, where it is set.
 template <class K, int NV>
-void raise_levels(int64_t keys, const typename K::T* s, typename K::T* m, typename K::T* l,
-                  typename K::T* out, int64_t value_dim) {
+void find_tops(int64_t keys, const typename K::T* s, const typename K::T* known,
+               typename K::X::V (&found)[NV]) {
   using X = typename K::X;
-  using V = typename X::V;
-  const V lowest = X::set(-(typename K::T)INFINITY), slack = X::set(kSlack<typename K::T>);
-  V top[2][NV];  // of even and of odd keys
+  if (known) {
 #pragma GCC unroll 4
-  for (int i = 0; i < NV; i++) top[0][i] = top[1][i] = lowest;
+    for (int i = 0; i < NV; i++) found[i] = X::load(known + i * K::kLanes);
+    return;
+  }
+  typename X::V top[2][NV];  // of even and of odd keys
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++) top[0][i] = top[1][i] = X::set(-(typename K::T)INFINITY);
   int64_t n = 0;
   for (; n + 2 <= keys; n += 2)
 #pragma GCC unroll 4
@@ -29,10 +31,26 @@ void raise_levels(int64_t keys, const typename K::T* s, typename K::T* m, typena
 #pragma GCC unroll 4
   for (int i = 0; i < NV; i++) {
     if (n < keys) top[0][i] = X::max(X::load(s + n * kRow + i * K::kLanes), top[0][i]);
-    const V level = X::max(top[0][i], top[1][i]), old = X::load(m + i * K::kLanes);
-    const typename X::M grows = X::gt(X::sub(level, old), slack);
+    found[i] = X::max(top[0][i], top[1][i]);
+  }
+}
+
+// m[r] -> the maximum with these scores, where it grows by more than 5.5: then l and the output are
+// rescaled. For NV vectors of queries:
+template <class K, int NV>
+void raise_levels(int64_t keys, const typename K::T* s, const typename K::T* known,
+                  typename K::T* m, typename K::T* l, typename K::T* out, int64_t value_dim) {
+  using X = typename K::X;
+  using V = typename X::V;
+  V top[NV];
+  find_tops<K, NV>(keys, s, known, top);
+  const V slack = X::set(kSlack<typename K::T>);
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++) {
+    const V old = X::load(m + i * K::kLanes);
+    const typename X::M grows = X::gt(X::sub(top[i], old), slack);
     if (!X::bits(grows)) continue;
-    const V raised = X::select(grows, level, old);
+    const V raised = X::select(grows, top[i], old);
     X::store(m + i * K::kLanes, raised);
     const V factor = X::select(grows, exp_of<X>(X::sub(old, raised)), X::set(1));
     X::store(l + i * K::kLanes, X::mul(factor, X::load(l + i * K::kLanes)));
@@ -50,13 +68,14 @@ typename K::X::V level_of(const typename K::T* m) {
   return X::select(X::eq(level, X::set(-(typename K::T)INFINITY)), X::zero(), level);
 }
 
-// One tile of scores for NV vectors of queries: S -> P, adds P to l.
+// One tile of scores for NV vectors of queries: S -> P, adds P to l. `top`: the largest scores,
+// where they are known.
 template <class K, int NV>
-void softmax_lanes(int64_t keys, typename K::T* s, typename K::T* m, typename K::T* l,
-                   typename K::T* out, int64_t value_dim) {
+void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, typename K::T* m,
+                   typename K::T* l, typename K::T* out, int64_t value_dim) {
   using X = typename K::X;
   using V = typename X::V;
-  raise_levels<K, NV>(keys, s, m, l, out, value_dim);
+  raise_levels<K, NV>(keys, s, top, m, l, out, value_dim);
   V level[NV], sum[2][NV];  // of even and of odd keys: shorter chains round less
 #pragma GCC unroll 4
   for (int i = 0; i < NV; i++) {
@@ -132,10 +151,11 @@ void by_vectors(int64_t vectors, const Run& run) {
 }
 
 template <class K>
-void softmax_tile(int64_t keys, int64_t vectors, typename K::T* s, typename K::T* m,
-                  typename K::T* l, typename K::T* out, int64_t value_dim) {
+void softmax_tile(int64_t keys, int64_t vectors, typename K::T* s, const typename K::T* top,
+                  typename K::T* m, typename K::T* l, typename K::T* out, int64_t value_dim) {
   by_vectors<K>(vectors, [&]<int NV>(int64_t lane) {
-    softmax_lanes<K, NV>(keys, s + lane, m + lane, l + lane, out + lane, value_dim);
+    softmax_lanes<K, NV>(keys, s + lane, top ? top + lane : nullptr, m + lane, l + lane, out + lane,
+                         value_dim);
   });
 }
 
@@ -147,7 +167,7 @@ void softmax_pairs(int64_t vectors, bool started, const typename K::T* s, typena
   by_vectors<K>(vectors, [&]<int NV>(int64_t lane) {
     if (started && softmax_pairs_lanes<K, NV, true>(s + lane, m + lane, l + lane, pairs + lane))
       return;
-    raise_levels<K, NV>(kTile, s + lane, m + lane, l + lane, out + lane, value_dim);
+    raise_levels<K, NV>(kTile, s + lane, nullptr, m + lane, l + lane, out + lane, value_dim);
     softmax_pairs_lanes<K, NV, false>(s + lane, m + lane, l + lane, pairs + lane);
   });
 }

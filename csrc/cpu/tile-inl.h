@@ -65,12 +65,15 @@ typename K::S* row_of(const Rows& t, int64_t b, int64_t h, int64_t row) {
 template <class X>
 typename X::V exp_of(typename X::V x) {
   using E = Exp<typename X::T>;
-  if constexpr (X::kPowers) {  // four instructions less; a large |x| costs the error of t
-    const typename X::V t = X::mul(x, X::set(E::log2e)), r = X::above_floor(t);
-    typename X::V p = X::set(E::power_coefficient[E::degree]);
-#pragma GCC unroll 12
-    for (int i = E::degree - 1; i >= 0; i--) p = X::fma(p, r, X::set(E::power_coefficient[i]));
-    return X::times_power_of_floor(p, t);
+  if constexpr (X::kPowers) {
+    const typename X::V log2e = X::set(E::log2e), magic = X::set(E::power_magic);
+    const typename X::V u = X::fma(x, log2e, magic), r = X::fma(x, log2e, X::sub(magic, u));
+    typename X::V p = X::set(E::power_coefficient[E::power_degree - 1]);
+#pragma GCC unroll 8
+    for (int i = E::power_degree - 2; i >= 0; i--)
+      p = X::fma(p, r, X::set(E::power_coefficient[i]));
+    const typename X::V power = X::power(u);
+    return X::from(E::power_lowest, x, X::fma(power, X::mul(p, r), power));
   }
   x = X::max(X::set(E::lowest), x);  // NaN stays NaN
   const typename X::V magic = X::set(E::magic), n = X::fma(x, X::set(E::log2e), magic);

@@ -61,10 +61,16 @@ struct F32x16 {
   static uint64_t bits(M m) { return m; }
   static V select(M m, V a, V b) { return _mm512_mask_mov_ps(b, m, a); }  // m ? a : b
   static constexpr bool kPowers = true;
-  // x - floor(x), 0 for infinity; p 2^floor(x), 0 where that is subnormal.
-  static V above_floor(V x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF); }
-  static V times_power_of_floor(V p, V x) {
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, set(-126), _CMP_NLT_UQ), p, x);
+  // 2^(k / 32) for the k in the low bits of u; a, or 0 where x < least.
+  static V power(V u) {
+    const __m512i k = _mm512_castps_si512(u);
+    const __m512i* const p = (const __m512i*)Exp<T>::power;
+    const __m512i rest =
+        _mm512_permutex2var_epi32(_mm512_loadu_si512(p), k, _mm512_loadu_si512(p + 1));
+    return _mm512_castsi512_ps(_mm512_add_epi32(rest, _mm512_slli_epi32(k, 18)));
+  }
+  static V from(T least, V x, V a) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set(least), _CMP_NLT_UQ), a);
   }
   static V power_of_two(V magic) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(magic), 23));
@@ -212,7 +218,18 @@ struct F64x8 {
   static M mask(uint64_t bits) { return (M)bits; }
   static uint64_t bits(M m) { return m; }
   static V select(M m, V a, V b) { return _mm512_mask_mov_pd(b, m, a); }
-  static constexpr bool kPowers = false;
+  static constexpr bool kPowers = true;
+  // 2^(k / 16) for the k in the low bits of u; a, or 0 where x < least.
+  static V power(V u) {
+    const __m512i k = _mm512_castpd_si512(u);
+    const __m512i* const p = (const __m512i*)Exp<T>::power;
+    const __m512i rest =
+        _mm512_permutex2var_epi64(_mm512_loadu_si512(p), k, _mm512_loadu_si512(p + 1));
+    return _mm512_castsi512_pd(_mm512_add_epi64(rest, _mm512_slli_epi64(k, 48)));
+  }
+  static V from(T least, V x, V a) {
+    return _mm512_maskz_mov_pd(_mm512_cmp_pd_mask(x, set(least), _CMP_NLT_UQ), a);
+  }
   static V power_of_two(V magic) {
     return _mm512_castsi512_pd(_mm512_slli_epi64(_mm512_castpd_si512(magic), 52));
   }
