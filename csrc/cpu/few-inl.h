@@ -11,6 +11,9 @@ inline int64_t few_rows(const Attention& a) {
   return round_up(min_of(kFewRows, a.heads / max_of(1, a.kv_heads) * a.queries), 4);
 }
 
+// Tiles of K, then of V, that are read together where a head's rows follow one another.
+constexpr int64_t kFewTiles = 8;
+
 // What the rows carry through the keys: maximum, sum, and the unnormalised output.
 template <class K>
 struct FewState {
@@ -46,16 +49,16 @@ template <class K>
 struct FewScratch {
   using T = typename K::T;
   FewStates<K> state, sum;  // of one range of keys, and of those before it
-  T *query, *s, *bias;      // of the rows of all heads
-  uint64_t *bits, *any;     // of the rows, of the heads
+  T *query, *s, *bias;      // of the rows of all heads; s: or of one head in kFewTiles tiles
+  uint64_t *bits, *any;     // of the rows, of the heads; or so
 
   FewScratch(const Attention& a, Arena& arena) : state(a, arena), sum(a, arena) {
-    const int64_t rows = few_heads(a) * few_rows(a);
-    query = arena.take<T>(rows * padded<K>(a.head_dim));
-    s = arena.take<T>(rows * kTile);
+    const int64_t heads = few_heads(a), rows = few_rows(a), tiles = max_of(heads, kFewTiles);
+    query = arena.take<T>(heads * rows * padded<K>(a.head_dim));
+    s = arena.take<T>(tiles * rows * kTile);
     bias = arena.take<T>(kTile);
-    bits = arena.take<uint64_t>(rows);
-    any = arena.take<uint64_t>(few_heads(a));
+    bits = arena.take<uint64_t>(tiles * rows);
+    any = arena.take<uint64_t>(tiles);
   }
 };
 
@@ -146,7 +149,7 @@ void few_softmax(uint64_t bits, int64_t keys, typename K::T* s, typename K::T* m
 }
 
 // out[row][0:width of kVectors] += sum over the keys of s[row][n] value[n], for kRows rows.
-template <class K, int kRows, int kVectors>
+template <class K, int kRows, int kVectors, bool kAsk>
 void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64_t left,
                  const typename K::T* s, typename K::T* out, int64_t ld, NextRows* next) {
   using X = typename K::X;
@@ -156,7 +159,7 @@ void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++) sum[r][i] = X::load(out + r * ld + i * K::kLanes);
   for (int64_t n = 0; n < keys; n++) {
-    if (next) next->ask();
+    if constexpr (kAsk) next->ask();
     typename X::V v[kVectors];
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++)
@@ -183,8 +186,12 @@ void few_values(const typename K::S* value, int64_t stride, int64_t keys, int64_
   int64_t d = 0;
   const auto columns = [&]<int kVectors>() __attribute__((always_inline)) {
     for (; width - d > (kVectors - 1) * K::kLanes; d += kVectors * K::kLanes)
-      few_product<K, kRows, kVectors>(value + d, stride, keys, width - d, s, out + d, ld,
-                                      d ? nullptr : next);
+      if (next && d == 0)
+        few_product<K, kRows, kVectors, true>(value + d, stride, keys, width - d, s, out + d, ld,
+                                              next);
+      else
+        few_product<K, kRows, kVectors, false>(value + d, stride, keys, width - d, s, out + d, ld,
+                                               nullptr);
   };
   columns.template operator()<kMost>();
   if constexpr (kMost > 4) columns.template operator()<4>();
@@ -225,131 +232,183 @@ struct FewTask {
   int64_t batch, kv, heads, first, rows;
 };
 
-// The keys of one range, into the states.
+// The keys of one range, into the states. So many keys of all heads, one head after the other; then
+// the next keys. What comes is asked for kFewKeys early, or more where these are but little memory.
+// One row alone leaves time to read the rows of a head, where they follow one another, in their
+// order: kFewTiles tiles of K, then as many of V. Hardware foresees those better.
 template <class K>
-void few_scan(const Attention& a, const FewTask& task, Range range, const FewStates<K>& states,
-              FewScratch<K>& w) {
+class FewScan {
   using T = typename K::T;
-  constexpr int64_t kItem = sizeof(typename K::S);
-  const int64_t ld = padded<K>(a.head_dim), ldv = padded<K>(a.value_dim);
-  const int64_t b = task.batch, rows = task.rows, ld_rows = few_rows(a);
-  const auto row_at = [&](int64_t head, int64_t r) {
-    return few_row(a, task.kv + head, task.first + r);
-  };
-  Range seen{a.keys, 0};
-  for (int64_t r = 0; r < rows; r++) {
-    const Range band = band_keys(a, b, row_at(0, r).query);
-    if (band.begin < band.end) seen = {min_of(seen.begin, band.begin), max_of(seen.end, band.end)};
-  }
-  for (int64_t head = 0; head < task.heads; head++) {
-    const FewState<K> state = states.of(a, head);
-    for (int64_t r = 0; r < rows; r++) {
-      state.m[r] = -(T)INFINITY;
-      state.l[r] = 0;
-    }
-    for (int64_t i = 0; i < ld_rows * ldv; i++) state.out[i] = 0;
-    for (int64_t i = rows * kTile; i < ld_rows * kTile; i++) w.s[head * ld_rows * kTile + i] = 0;
-  }
-  seen = {max_of(seen.begin / kTile * kTile, range.begin), min_of(seen.end, range.end)};
 
-  // So many keys of all heads, one head after the other; then the next keys. What comes is asked
-  // for kFewKeys early, or more where these are but little memory.
-  constexpr int64_t kLeastAhead = 8192;  // bytes
-  const int64_t widest = max_of(1, max_of(a.head_dim, a.value_dim));
-  const int64_t ahead =
-      min_of(kTile, round_up(ceil_div(kLeastAhead, task.heads * widest * kItem), kFewKeys));
-  const auto rows_ahead = [&](const Rows& t, int64_t width, int64_t first, int64_t last,
-                              int64_t units) {
-    const int64_t bytes = ((task.heads - 1) * t.head + width) * kItem;
-    return NextRows((const char*)row_of<K>(t, b, task.kv, first), t.row * kItem, bytes,
+ public:
+  FewScan(const Attention& a, const FewTask& task, const FewStates<K>& states, FewScratch<K>& w)
+      : a_(a), task_(task), states_(states), w_(w) {}
+
+  void run(Range range) {
+    seen_ = {a_.keys, 0};
+    for (int64_t r = 0; r < task_.rows; r++) {
+      const Range band = band_keys(a_, task_.batch, row_at(0, r).query);
+      if (band.begin < band.end)
+        seen_ = {min_of(seen_.begin, band.begin), max_of(seen_.end, band.end)};
+    }
+    seen_ = {max_of(seen_.begin / kTile * kTile, range.begin), min_of(seen_.end, range.end)};
+    for (int64_t head = 0; head < task_.heads; head++) {
+      const FewState<K> state = states_.of(a_, head);
+      for (int64_t r = 0; r < task_.rows; r++) {
+        state.m[r] = -(T)INFINITY;
+        state.l[r] = 0;
+      }
+      for (int64_t i = 0; i < ld_rows_ * ldv_; i++) state.out[i] = 0;
+    }
+    const int64_t tiles = in_order_ ? kFewTiles : 1;
+    for (int64_t i = 0; i < tiles * task_.heads; i++)  // the rows that are padding
+      for (int64_t r = task_.rows; r < ld_rows_; r++)
+        for (int64_t n = 0; n < kTile; n++) w_.s[(i * ld_rows_ + r) * kTile + n] = 0;
+
+    for (int64_t k0 = seen_.begin; k0 < seen_.end; k0 += tiles * kTile) {
+      const int64_t count = min_of(tiles, ceil_div(seen_.end - k0, kTile));
+      for (int64_t t = 0; t < count; t++) scores(k0 + t * kTile, t);
+      for (int64_t t = 0; t < count; t++) values(k0 + t * kTile, t);
+    }
+  }
+
+ private:
+  FewRow row_at(int64_t head, int64_t r) const {
+    return few_row(a_, task_.kv + head, task_.first + r);
+  }
+  // Of tile t of those that are taken together: scores of a head, what its rows see, and whether
+  // any of them sees anything.
+  T* s_of(int64_t t, int64_t head) const {
+    return w_.s + (t * task_.heads + head) * ld_rows_ * kTile;
+  }
+  uint64_t* bits_of(int64_t t, int64_t head) const {
+    return w_.bits + (t * task_.heads + head) * ld_rows_;
+  }
+  uint64_t& any_of(int64_t t, int64_t head) const { return w_.any[t * task_.heads + head]; }
+
+  // kFewKeys rows of all heads, as far as they lie before `last`, a share with each of `units`.
+  NextRows rows_ahead(const Rows& t, int64_t width, int64_t first, int64_t last,
+                      int64_t units) const {
+    constexpr int64_t kItem = sizeof(typename K::S);
+    const int64_t bytes = ((task_.heads - 1) * t.head + width) * kItem;
+    return NextRows((const char*)row_of<K>(t, task_.batch, task_.kv, first), t.row * kItem, bytes,
                     max_of(0, min_of(kFewKeys, last - first)), units);
-  };
-  for (int64_t k0 = seen.begin; k0 < seen.end; k0 += kTile) {
-    const int64_t keys = min_of(kTile, a.keys - k0);
+  }
+  static int64_t keys_ahead(const Attention& a, int64_t heads) {
+    constexpr int64_t kLeast = 8192;  // bytes
+    const int64_t widest = max_of(1, max_of(a.head_dim, a.value_dim));
+    return min_of(kTile, round_up(ceil_div(kLeast, heads * widest * (int64_t)sizeof(typename K::S)),
+                                  kFewKeys));
+  }
+
+  void scores(int64_t k0, int64_t t) {
+    const int64_t keys = min_of(kTile, a_.keys - k0), b = task_.batch, rows = task_.rows;
     uint64_t any = 0;
-    for (int64_t head = 0; head < task.heads; head++) {
-      w.any[head] = 0;
+    for (int64_t head = 0; head < task_.heads; head++) {
+      uint64_t& seen = any_of(t, head);
+      seen = 0;
       for (int64_t r = 0; r < rows; r++) {
         const FewRow row = row_at(head, r);
-        uint64_t& bits = w.bits[head * ld_rows + r];
-        bits = row_visibility(a, b, row.head, row.query, k0, keys);
-        w.any[head] |= bits;
+        seen |= bits_of(t, head)[r] = row_visibility(a_, b, row.head, row.query, k0, keys);
       }
-      any |= w.any[head];
+      any |= seen;
     }
-    if (!any) continue;
-    for (int64_t n = 0; n < keys; n += kFewKeys) {
-      const int64_t some = min_of(kFewKeys, keys - n);
-      const int64_t units = task.heads * few_blocks<K>(rows, some);
-      const int64_t then = n + ahead;
-      NextRows next = then < keys
-                          ? rows_ahead(a.key, a.head_dim, k0 + then, k0 + keys, units)
-                          : rows_ahead(a.value, a.value_dim, k0 + then - keys, k0 + keys, units);
-      for (int64_t head = 0; head < task.heads; head++) {
-        if (!w.any[head]) continue;
-        const typename K::S* key = row_of<K>(a.key, b, task.kv + head, k0 + n);
-        const T* query = w.query + head * ld_rows * ld;
-        T* s = w.s + head * ld_rows * kTile + n;
+    if (!any) return;
+    for (int64_t n = 0; n < keys; n += together_) {
+      const int64_t some = min_of(together_, keys - n), then = n + ahead_;
+      NextRows next;
+      if (!in_order_) {
+        const int64_t units = task_.heads * few_blocks<K>(rows, some);
+        next = then < keys ? rows_ahead(a_.key, a_.head_dim, k0 + then, k0 + keys, units)
+                           : rows_ahead(a_.value, a_.value_dim, k0 + then - keys, k0 + keys, units);
+      }
+      for (int64_t head = 0; head < task_.heads; head++) {
+        if (!any_of(t, head)) continue;
+        const typename K::S* key = row_of<K>(a_.key, b, task_.kv + head, k0 + n);
+        const T* query = w_.query + head * ld_rows_ * ld_;
+        T* s = s_of(t, head) + n;
         by_rows<K>(rows, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
-          few_scores<K, kRows>(key, a.key.row, some, a.head_dim, query + r * ld, ld, (T)a.scale,
-                               s + r * kTile, r ? nullptr : &next);
+          if (kRows == 1 && in_order_)
+            few_scores<K, 1, true>(key, a_.key.row, some, a_.head_dim, query, ld_, (T)a_.scale, s);
+          else
+            few_scores<K, kRows>(key, a_.key.row, some, a_.head_dim, query + r * ld_, ld_,
+                                 (T)a_.scale, s + r * kTile, r ? nullptr : &next);
         });
       }
     }
-    uint64_t all = ~0ull;
-    for (int64_t head = 0; head < task.heads; head++) {
-      if (!w.any[head]) continue;
-      const FewState<K> state = states.of(a, head);
+  }
+
+  void values(int64_t k0, int64_t t) {
+    const int64_t keys = min_of(kTile, a_.keys - k0), b = task_.batch, rows = task_.rows;
+    uint64_t all = ~0ull, any = 0;
+    for (int64_t head = 0; head < task_.heads; head++) {
+      if (!any_of(t, head)) continue;
+      any |= any_of(t, head);
+      const FewState<K> state = states_.of(a_, head);
       for (int64_t r = 0; r < rows; r++) {
-        T* s = w.s + (head * ld_rows + r) * kTile;
-        uint64_t& bits = w.bits[head * ld_rows + r];
+        T* s = s_of(t, head) + r * kTile;
+        uint64_t& bits = bits_of(t, head)[r];
         const FewRow row = row_at(head, r);
-        if (a.bias.data)
-          bits &= a.bias_is_float32 ? few_bias<K, float>(a, b, row, k0, keys, w.bias, s)
-                                    : few_bias<K, typename K::S>(a, b, row, k0, keys, w.bias, s);
-        few_softmax<K>(bits, keys, s, state.m + r, state.l + r, state.out + r * ldv, ldv);
-        if (a.dropout.seed) {
-          const uint64_t keep = few_keep(a, b, row, k0, keys);
+        if (a_.bias.data)
+          bits &= a_.bias_is_float32 ? few_bias<K, float>(a_, b, row, k0, keys, w_.bias, s)
+                                     : few_bias<K, typename K::S>(a_, b, row, k0, keys, w_.bias, s);
+        few_softmax<K>(bits, keys, s, state.m + r, state.l + r, state.out + r * ldv_, ldv_);
+        if (a_.dropout.seed) {
+          const uint64_t keep = few_keep(a_, b, row, k0, keys);
           for (int64_t n = 0; n < keys; n++) s[n] = keep >> n & 1 ? s[n] : 0;
         }
         all &= bits;
       }
     }
+    if (!any) return;
     bool finite = true;
-    for (int64_t head = 0; all != first_bits(keys) && finite && head < task.heads; head++)
-      finite =
-          all_finite<K>(row_of<K>(a.value, b, task.kv + head, k0), a.value.row, keys, a.value_dim);
+    for (int64_t head = 0; all != first_bits(keys) && finite && head < task_.heads; head++)
+      finite = all_finite<K>(row_of<K>(a_.value, b, task_.kv + head, k0), a_.value.row, keys,
+                             a_.value_dim);
     if (!finite) {
-      for (int64_t head = 0; head < task.heads; head++) {
-        if (!w.any[head]) continue;
-        const FewState<K> state = states.of(a, head);
+      for (int64_t head = 0; head < task_.heads; head++) {
+        if (!any_of(t, head)) continue;
+        const FewState<K> state = states_.of(a_, head);
         for (int64_t r = 0; r < rows; r++)
-          few_selected<K>(row_of<K>(a.value, b, task.kv + head, k0), a.value.row,
-                          w.bits[head * ld_rows + r], a.value_dim,
-                          w.s + (head * ld_rows + r) * kTile, state.out + r * ldv);
+          few_selected<K>(row_of<K>(a_.value, b, task_.kv + head, k0), a_.value.row,
+                          bits_of(t, head)[r], a_.value_dim, s_of(t, head) + r * kTile,
+                          state.out + r * ldv_);
       }
-      continue;
+      return;
     }
-    for (int64_t n = 0; n < keys; n += kFewKeys) {
-      const int64_t some = min_of(kFewKeys, keys - n);
-      const int64_t units = task.heads * some;
-      const int64_t then = n + ahead;
-      NextRows next =
-          then < keys ? rows_ahead(a.value, a.value_dim, k0 + then, k0 + keys, units)
-                      : rows_ahead(a.key, a.head_dim, k0 + kTile + then - keys, seen.end, units);
-      for (int64_t head = 0; head < task.heads; head++) {
-        if (!w.any[head]) continue;
-        const FewState<K> state = states.of(a, head);
-        const typename K::S* value = row_of<K>(a.value, b, task.kv + head, k0 + n);
+    for (int64_t n = 0; n < keys; n += together_) {
+      const int64_t some = min_of(together_, keys - n), then = n + ahead_;
+      NextRows next;
+      if (!in_order_) {
+        const int64_t units = task_.heads * some;
+        next = then < keys
+                   ? rows_ahead(a_.value, a_.value_dim, k0 + then, k0 + keys, units)
+                   : rows_ahead(a_.key, a_.head_dim, k0 + kTile + then - keys, seen_.end, units);
+      }
+      for (int64_t head = 0; head < task_.heads; head++) {
+        if (!any_of(t, head)) continue;
+        const FewState<K> state = states_.of(a_, head);
+        const typename K::S* value = row_of<K>(a_.value, b, task_.kv + head, k0 + n);
         by_rows<K>(rows, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
-          few_values<K, kRows>(value, a.value.row, some, a.value_dim,
-                               w.s + (head * ld_rows + r) * kTile + n, state.out + r * ldv, ldv,
-                               r ? nullptr : &next);
+          few_values<K, kRows>(value, a_.value.row, some, a_.value_dim,
+                               s_of(t, head) + r * kTile + n, state.out + r * ldv_, ldv_,
+                               r || in_order_ ? nullptr : &next);
         });
       }
     }
   }
-}
+
+  const Attention& a_;
+  const FewTask& task_;
+  const FewStates<K>& states_;
+  FewScratch<K>& w_;
+  const int64_t ld_ = padded<K>(a_.head_dim), ldv_ = padded<K>(a_.value_dim);
+  const int64_t ld_rows_ = few_rows(a_), ahead_ = keys_ahead(a_, task_.heads);
+  const bool in_order_ = task_.heads == 1 && task_.rows == 1 && a_.key.row == a_.head_dim &&
+                         a_.value.row == a_.value_dim;
+  const int64_t together_ = in_order_ ? kTile : kFewKeys;
+  Range seen_;
+};
 
 // Adds the state of the next range of keys to that of those before it.
 template <class K>
@@ -413,7 +472,7 @@ void forward_few(const Attention& a, int64_t b, int64_t kv, int64_t heads, int64
     for (int64_t i = rows * ld; i < ld_rows * ld; i++) query[i] = (T)0;
   }
   const auto scan = [&](int64_t i, const FewStates<K>& to) {
-    few_scan<K>(a, task, {i * ranges.size, min_of(a.keys, (i + 1) * ranges.size)}, to, w);
+    FewScan<K>(a, task, to, w).run({i * ranges.size, min_of(a.keys, (i + 1) * ranges.size)});
   };
   if (range != kEveryRange) {
     Arena place{(char*)states + range * few_state_bytes<K>(a)};

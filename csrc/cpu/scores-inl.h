@@ -61,6 +61,7 @@ typename X::V load_up_to(const From* p, int64_t n) {
 // work.
 class NextRows {
  public:
+  NextRows() = default;
   NextRows(const char* data, int64_t stride, int64_t bytes, int64_t rows, int64_t units)
       : row_(data), stride_(stride), bytes_(bytes), rows_(rows) {
     share_ = ceil_div(rows * ceil_div(bytes, kLine), max_of(1, units));
@@ -77,15 +78,16 @@ class NextRows {
 
  private:
   static constexpr int64_t kLine = 64;
-  const char* row_;
-  int64_t stride_, bytes_, rows_, share_, at_ = 0;
+  const char* row_ = nullptr;
+  int64_t stride_ = 0, bytes_ = 0, rows_ = 0, share_ = 0, at_ = 0;
 };
 
 // s[r][n] = sum_d key[n][d] query[r][d] for kRows rows of queries and kLanes / kRows keys: a vector
 // of partial sums for each pair, and all of these are added at once. What a pair's sum is depends
 // on neither count. Past the last key the last one stands in. The queries are those of few_query,
-// and the sums of pairs are multiplied by the scale afterwards.
-template <class K, int kRows, bool kWhole>
+// and the sums of pairs are multiplied by the scale afterwards. kInOrder: one key after the other,
+// as they lie in memory; else a piece of each in turn, which loads the query less often.
+template <class K, int kRows, bool kWhole, bool kInOrder>
 void few_scores_block(const typename K::S* key, int64_t stride, int64_t keys, int64_t columns,
                       const typename K::T* query, int64_t ld, typename K::T scale,
                       typename K::T* s) {
@@ -100,13 +102,14 @@ void few_scores_block(const typename K::S* key, int64_t stride, int64_t keys, in
   V sum[kLanes];
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; i++) sum[i] = X::zero();
-  const auto step = [&]<bool kFull>(int64_t d) __attribute__((always_inline)) {
+  const auto step = [&]<bool kFull>(int first, int last, int64_t d,
+                                    int64_t at) __attribute__((always_inline)) {
     V q[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; r++) q[r] = X::load(query + r * ld + d / (kColumns / kLanes));
 #pragma GCC unroll 16
-    for (int i = 0; i < kKeys; i++) {
-      const typename K::S* from = kWhole ? p[i / 4 * 4] + i % 4 * stride : p[i];
+    for (int i = first; i < last; i++) {
+      const typename K::S* from = (kWhole ? p[i / 4 * 4] + i % 4 * stride : p[i]) + at;
       if constexpr (K::kPairs) {
         const auto v = K::Dot::load_row(from, kFull ? kColumns : columns - d);
 #pragma GCC unroll 4
@@ -118,12 +121,23 @@ void few_scores_block(const typename K::S* key, int64_t stride, int64_t keys, in
         for (int r = 0; r < kRows; r++) sum[r * kKeys + i] = X::fma(v, q[r], sum[r * kKeys + i]);
       }
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < kKeys; i++) p[i] += kColumns;
   };
-  int64_t d = 0;
-  for (; d + kColumns <= columns; d += kColumns) step.template operator()<true>(d);
-  if (d < columns) step.template operator()<false>(d);
+  if constexpr (kInOrder) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kKeys; i++) {
+      int64_t d = 0;
+      for (; d + kColumns <= columns; d += kColumns) step.template operator()<true>(i, i + 1, d, d);
+      if (d < columns) step.template operator()<false>(i, i + 1, d, d);
+    }
+  } else {
+    int64_t d = 0;
+    for (; d + kColumns <= columns; d += kColumns) {
+      step.template operator()<true>(0, kKeys, d, 0);
+#pragma GCC unroll 16
+      for (int i = 0; i < kKeys; i++) p[i] += kColumns;
+    }
+    if (d < columns) step.template operator()<false>(0, kKeys, d, 0);
+  }
   typename K::T lanes[kLanes];
   const V sums = X::sum_each(sum);
   X::store(lanes, K::kPairs ? X::mul(X::set(scale), sums) : sums);
@@ -132,7 +146,7 @@ void few_scores_block(const typename K::S* key, int64_t stride, int64_t keys, in
     __builtin_memcpy(s + r * kTile, lanes + r * kKeys, kKeys * sizeof(typename K::T));
 }
 
-template <class K, int kRows>
+template <class K, int kRows, bool kInOrder = false>
 void few_scores(const typename K::S* key, int64_t stride, int64_t keys, int64_t columns,
                 const typename K::T* query, int64_t ld, typename K::T scale, typename K::T* s,
                 NextRows* next = nullptr) {
@@ -140,13 +154,13 @@ void few_scores(const typename K::S* key, int64_t stride, int64_t keys, int64_t 
   int64_t n = 0;
   for (; n + kKeys <= keys; n += kKeys) {
     if (next) next->ask();
-    few_scores_block<K, kRows, true>(key + n * stride, stride, kKeys, columns, query, ld, scale,
-                                     s + n);
+    few_scores_block<K, kRows, true, kInOrder>(key + n * stride, stride, kKeys, columns, query, ld,
+                                               scale, s + n);
   }
   if (n == keys) return;
   if (next) next->ask();
-  few_scores_block<K, kRows, false>(key + n * stride, stride, keys - n, columns, query, ld, scale,
-                                    s + n);
+  few_scores_block<K, kRows, false, kInOrder>(key + n * stride, stride, keys - n, columns, query,
+                                              ld, scale, s + n);
 }
 
 // The query of one row: scaled, in the type of the sums; or as it is, in pairs. Zero past its end.
