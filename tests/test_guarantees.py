@@ -446,18 +446,22 @@ def test_a_hidden_pair_changes_no_other_row(dtype: torch.dtype, rise: float) -> 
 
 @pytest.mark.parametrize("poison", [0.0, NAN])
 @pytest.mark.parametrize("heads", [2, 11])
+@pytest.mark.parametrize("group", [1, 2])
 @dtypes
-def test_heads_side_by_side_or_apart(dtype: torch.dtype, heads: int, poison: float) -> None:
+def test_heads_side_by_side_or_apart(
+    dtype: torch.dtype, group: int, heads: int, poison: float
+) -> None:
     """Few queries take together the heads whose keys lie side by side in a page: the same bits.
 
     Eleven heads are more than a page holds, and no multiple of it. Each head has a mask of its
-    own, with whole tiles that only some of the heads see.
+    own, with whole tiles that only some of the heads see. One row alone reads a head that lies
+    apart in the order of its memory.
     """
     problem = Problem(
         dtype=dtype,
-        heads=2 * heads,
+        heads=group * heads,
         kv_heads=heads,
-        queries=2,
+        queries=group,
         keys=size(1100, emulated=150),
         head_dim=130,
         value_dim=40,
@@ -473,7 +477,7 @@ def test_heads_side_by_side_or_apart(dtype: torch.dtype, heads: int, poison: flo
     mask[:, ::3, :, 64:128] = False
     mask[:, 1::4] = False
     inputs = inputs.replaced(mask=mask)
-    seen = mask.unflatten(1, (heads, 2)).any(2).any(2)
+    seen = mask.unflatten(1, (heads, group)).any(2).any(2)
     key = inputs.key.masked_fill(~seen[..., None], poison)
     value = inputs.value.masked_fill(~seen[..., None], poison)
     wanted = call(

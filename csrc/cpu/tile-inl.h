@@ -64,26 +64,29 @@ typename K::S* row_of(const Rows& t, int64_t b, int64_t h, int64_t row) {
 
 template <class X>
 typename X::V exp_of(typename X::V x) {
+  using V = typename X::V;
   using E = Exp<typename X::T>;
+  const V log2e = X::set(E::log2e);
   if constexpr (X::kPowers) {
-    const typename X::V log2e = X::set(E::log2e), magic = X::set(E::power_magic);
-    const typename X::V u = X::fma(x, log2e, magic), r = X::fma(x, log2e, X::sub(magic, u));
-    typename X::V p = X::set(E::power_coefficient[E::power_degree - 1]);
+    const V magic = X::set(E::power_magic), u = X::fma(x, log2e, magic);
+    const V r = X::fma(x, log2e, X::sub(magic, u));
+    V p = X::set(E::power_coefficient[E::power_degree - 1]);
 #pragma GCC unroll 8
     for (int i = E::power_degree - 2; i >= 0; i--)
       p = X::fma(p, r, X::set(E::power_coefficient[i]));
-    const typename X::V power = X::power(u);
+    const V power = X::power(u);
     return X::from(E::power_lowest, x, X::fma(power, X::mul(p, r), power));
-  }
-  x = X::max(X::set(E::lowest), x);  // NaN stays NaN
-  const typename X::V magic = X::set(E::magic), n = X::fma(x, X::set(E::log2e), magic);
-  const typename X::V whole = X::sub(n, magic);
-  typename X::V r = X::fma(whole, X::set(-E::ln2_high), x);
-  if constexpr (sizeof(typename X::T) == 8) r = X::fma(whole, X::set(-E::ln2_low), r);
-  typename X::V p = X::set(E::coefficient[E::degree]);
+  } else {
+    x = X::max(X::set(E::lowest), x);  // NaN stays NaN
+    const V magic = X::set(E::magic), n = X::fma(x, log2e, magic);
+    const V whole = X::sub(n, magic);
+    V r = X::fma(whole, X::set(-E::ln2_high), x);
+    if constexpr (sizeof(typename X::T) == 8) r = X::fma(whole, X::set(-E::ln2_low), r);
+    V p = X::set(E::coefficient[E::degree]);
 #pragma GCC unroll 12
-  for (int i = E::degree - 1; i >= 0; i--) p = X::fma(p, r, X::set(E::coefficient[i]));
-  return X::mul(p, X::power_of_two(n));
+    for (int i = E::degree - 1; i >= 0; i--) p = X::fma(p, r, X::set(E::coefficient[i]));
+    return X::mul(p, X::power_of_two(n));
+  }
 }
 
 // block[c] = column c of kLanes rows.

@@ -61,7 +61,7 @@ struct F32x16 {
   static uint64_t bits(M m) { return m; }
   static V select(M m, V a, V b) { return _mm512_mask_mov_ps(b, m, a); }  // m ? a : b
   static constexpr bool kPowers = true;
-  // 2^(k / 32) for the k in the low bits of u; a, or 0 where x < least.
+  // 2^(k / 32) for the k in the low bits of u; a, or 0 where x < least (NaN is not).
   static V power(V u) {
     const __m512i k = _mm512_castps_si512(u);
     const __m512i* const p = (const __m512i*)Exp<T>::power;
@@ -71,9 +71,6 @@ struct F32x16 {
   }
   static V from(T least, V x, V a) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set(least), _CMP_NLT_UQ), a);
-  }
-  static V power_of_two(V magic) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(magic), 23));
   }
 
   static M first(int64_t n) { return (M)((1u << n) - 1); }  // n < 16
@@ -219,7 +216,7 @@ struct F64x8 {
   static uint64_t bits(M m) { return m; }
   static V select(M m, V a, V b) { return _mm512_mask_mov_pd(b, m, a); }
   static constexpr bool kPowers = true;
-  // 2^(k / 16) for the k in the low bits of u; a, or 0 where x < least.
+  // 2^(k / 16) for the k in the low bits of u; a, or 0 where x < least (NaN is not).
   static V power(V u) {
     const __m512i k = _mm512_castpd_si512(u);
     const __m512i* const p = (const __m512i*)Exp<T>::power;
@@ -229,9 +226,6 @@ struct F64x8 {
   }
   static V from(T least, V x, V a) {
     return _mm512_maskz_mov_pd(_mm512_cmp_pd_mask(x, set(least), _CMP_NLT_UQ), a);
-  }
-  static V power_of_two(V magic) {
-    return _mm512_castsi512_pd(_mm512_slli_epi64(_mm512_castpd_si512(magic), 52));
   }
   static M first(int64_t n) { return (M)((1u << n) - 1); }  // n < 8
   static V load(const double* p) { return _mm512_loadu_pd(p); }
