@@ -217,7 +217,7 @@ void add_over_queries(const typename K::T* tile, const PackedRows<K>& side, int6
     pack_rows<K>(w.clean, side.width, rows, side.width, w.clean_rows, ld);
     packed = w.clean_rows;
   }
-  product<typename K::X, typename K::Dot, Contiguous::kAlongT, Update::kAdd>(
+  product<typename K::X, typename K::Dot, Contiguous::kAlongT, Update::kAddSum>(
       tile_operand<K>(tile, keys, rows, w.pair_rows), keys, units_of<K>(rows), packed, ld,
       ld / K::kLanes, to, ld);
   if (dirty)
@@ -235,7 +235,7 @@ void add_over_keys(const typename K::T* tile, const typename K::S* from, int64_t
     clean_copy<K>(from, stride, keys, width, w.clean);
     columns = columns_operand<K>(w.clean, width, keys, width, w.clean_keys);
   }
-  product<typename K::X, typename K::Dot, Contiguous::kAlongM, Update::kAdd>(
+  product<typename K::X, typename K::Dot, Contiguous::kAlongM, Update::kAddSum>(
       columns, width, units_of<K>(keys), tile_vectors<K>(tile, keys, vectors, w.pairs), kRow,
       vectors, w.grad_query, kRow);
   if (dirty) add_nonfinite_lanes<K>(tile, w.bits, from, stride, keys, width, w.grad_query);
