@@ -85,7 +85,7 @@ struct TilePlace {
   Update query_update;
 };
 
-// C = sum, C += terms or C += sum, whichever is meant.
+// C = sum or C += sum, whichever is meant.
 template <class K, Contiguous kA>
 void update_product(Update update, Operand a, int64_t rows, int64_t count,
                     const typename K::Unit* x, int64_t ldx, int64_t vectors, typename K::T* c,
@@ -94,8 +94,6 @@ void update_product(Update update, Operand a, int64_t rows, int64_t count,
   using Dot = typename K::Dot;
   if (update == Update::kStore)
     return product<X, Dot, kA, Update::kStore>(a, rows, count, x, ldx, vectors, c, ldc, &ahead);
-  if (update == Update::kAdd)
-    return product<X, Dot, kA, Update::kAdd>(a, rows, count, x, ldx, vectors, c, ldc, &ahead);
   product<X, Dot, kA, Update::kAddSum>(a, rows, count, x, ldx, vectors, c, ldc, &ahead);
 }
 
@@ -105,7 +103,7 @@ void add_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K
                    Operand key_columns, BackwardScratch<K>& w) {
   constexpr int64_t kStep = K::Dot::kStep;
   const int64_t vectors = vectors_of<K>(tile.rows);
-  const Update update = tile.fresh ? Update::kStore : Update::kAdd;
+  const Update update = tile.fresh ? Update::kStore : Update::kAddSum;
   // to[key][width] += weights^T rows, over the queries that need the key
   const auto add_keys = [&](const typename K::T* weights, const typename K::Unit* paired,
                             const typename K::Unit* rows, int64_t width, typename K::T* to) {
@@ -305,17 +303,16 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
           if (write_bias) store_bias_tile<K>(a, g, b, h, q0, rows, k0, keys, w.one, w.ds);
           if (add_bias) add_bias_tile<K>(g, b, h, q0, rows, k0, keys, w.ds);
 
-          const TilePlace<K> tile{query,
-                                  grad_out,
-                                  key + at * a.key.row,
-                                  rows,
-                                  keys,
-                                  at,
-                                  !w.touched[at / kTile],
-                                  sum,
-                                  !first                   ? Update::kAdd
-                                  : add_sum && !part.apart ? Update::kAddSum
-                                                           : Update::kStore};
+          const TilePlace<K> tile{
+              query,
+              grad_out,
+              key + at * a.key.row,
+              rows,
+              keys,
+              at,
+              !w.touched[at / kTile],
+              sum,
+              first && (!add_sum || part.apart) ? Update::kStore : Update::kAddSum};
           first = false;
           w.touched[at / kTile] = true;
           bool dirty = false;

@@ -95,8 +95,8 @@ void add_values(const Attention& a, const typename K::S* value, Operand columns,
     const Operand from{columns.data + unit * columns.t_stride, columns.m_stride, columns.t_stride};
     const int64_t units = units_of<K>(seen.end - seen.begin);
     if (started)
-      product<X, Dot, Contiguous::kAlongM, Update::kAdd>(from, width, units, p + unit * kRow + lane,
-                                                         kRow, count, out + lane, kRow, &w.ahead);
+      product<X, Dot, Contiguous::kAlongM, Update::kAddSum>(
+          from, width, units, p + unit * kRow + lane, kRow, count, out + lane, kRow, &w.ahead);
     else
       product<X, Dot, Contiguous::kAlongM, Update::kStore>(
           from, width, units, p + unit * kRow + lane, kRow, count, out + lane, kRow, &w.ahead);

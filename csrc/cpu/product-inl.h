@@ -74,9 +74,9 @@ struct Multiply {
 // 1, t) are neighbours (columns of V). One of the two strides is then known, which keeps the
 // addresses in few registers.
 enum class Contiguous { kAlongT, kAlongM };
-// C = sum; C = sum and top[lane] = the largest of a lane; C += terms, one by one; C += sum; C =
-// factor sum; C += factor sum
-enum class Update { kStore, kStoreTop, kAdd, kAddSum, kStoreScaled, kAddScaled };
+// C = sum; C = sum and top[lane] = the largest of a lane; C += sum; C = factor sum; C += factor
+// sum. Adding a sum rounds less than adding its terms to C one by one, as a matrix unit does.
+enum class Update { kStore, kStoreTop, kAddSum, kStoreScaled, kAddScaled };
 
 template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC, bool kAsk>
 [[gnu::always_inline]] inline void micro(Operand a, int64_t count, const typename Dot::Unit* x,
@@ -86,8 +86,7 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC, bool kAs
 #pragma GCC unroll 16
   for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
-    for (int i = 0; i < NV; i++)
-      sum[m][i] = kC == Update::kAdd ? X::load(c + m * ldc + i * X::kLanes) : X::zero();
+    for (int i = 0; i < NV; i++) sum[m][i] = X::zero();
   const int64_t m_stride = kA == Contiguous::kAlongM ? (int64_t)sizeof(*x) : a.m_stride;
   const int64_t t_stride = kA == Contiguous::kAlongT ? (int64_t)sizeof(*x) : a.t_stride;
   for (int64_t t = 0; t < count; t++) {

@@ -179,8 +179,8 @@ void add_weighted(const Attention& a, const ValueRows<K>& value, const typename 
     product<X, Dot, Contiguous::kAlongM, Update::kStore>(columns, width, units, p, kRow, vectors,
                                                          out, kRow);
   else
-    product<X, Dot, Contiguous::kAlongM, Update::kAdd>(columns, width, units, p, kRow, vectors, out,
-                                                       kRow);
+    product<X, Dot, Contiguous::kAlongM, Update::kAddSum>(columns, width, units, p, kRow, vectors,
+                                                          out, kRow);
   if (dirty) add_nonfinite_lanes<K>(tile, w.bits, value.from, value.stride, keys, width, out);
 }
 
