@@ -113,8 +113,8 @@ void add_log(T m, T l, T* high, T* low) {
 // Where a permutation of two registers can look up one of 32 numbers (double: of 16), e^x = 2^(k /
 // 32) 2^r, k = round(32 x log2 e). power[j] is 2^(j / 32) less what j, the low bits of k, adds to
 // the exponent when k is shifted to its place; power_magic makes k the low bits of a sum.
-// power_coefficient is for (2^r - 1) / r and minimises the relative error of 2^r (5.3e-8 for float,
-// 7e-18 for double). Below power_lowest, where the result would be subnormal, it is 0.
+// power_coefficient is for (2^r - 1) / r and minimises the relative error of 2^r (5.4e-8 for float,
+// 9e-18 for double). Below power_lowest, where the result would be subnormal, it is 0.
 template <class T>
 struct Exp;
 template <>
