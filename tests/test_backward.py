@@ -80,6 +80,21 @@ def test_a_head_in_several_calls(dtype: torch.dtype) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.cpu_alone("how sums are cut is each device's own")
+@pytest.mark.parametrize("queries, keys", [(64, 8192), (8192, 64)])
+def test_long_sums_round_like_short_ones(queries: int, keys: int) -> None:
+    """Sums over thousands of tokens have the errors of PyTorch's products, not of a running sum."""
+    inputs = make(Problem(batch=1, heads=1, queries=queries, keys=keys))
+    found, wanted = ours(inputs), exact(inputs)
+    plains = plain_orders(inputs, results)
+    for name in ("out", "grad_query", "grad_key", "grad_value"):
+
+        def error(of: dict[str, Tensor], name: str = name) -> float:
+            return float((of[name].double() - wanted[name]).square().mean().sqrt())
+
+        assert error(found) <= 2 * max(map(error, plains)), name
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_out_or_lse_alone(dtype: torch.dtype) -> None:
     """The gradient of one result, when the other is not used, is that of a zero cotangent."""
