@@ -114,6 +114,20 @@ def test_heads_side_by_side_leave_every_thread_a_task() -> None:
                 assert len(said) == 1 and " 8 heads" in said[0]
 
 
+def test_one_row_reads_a_dense_head_in_order() -> None:
+    for heads, queries, dense, in_order in (
+        (8, 1, True, True),
+        (8, 2, True, False),  # two rows
+        (16, 1, True, False),  # two heads share K and V
+        (8, 1, False, False),
+    ):
+        query = torch.empty(1, heads, queries, 64, device="meta")
+        key = torch.empty(1, 8, 500, 64 if dense else 80, device="meta")[..., :64]
+        found = mha_ext.explain(query, key, key).forward
+        assert found.kernel == "few queries"
+        assert any("read in order" in reason for reason in found.why) == in_order
+
+
 def test_tasks_follow_the_threads() -> None:
     long = tensors(64, 4096, batch=1, heads=1, kv_heads=1)
     torch.set_num_threads(2)

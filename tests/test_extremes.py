@@ -1,5 +1,6 @@
 """Very long rows and very large scores."""
 
+import numpy
 import pytest
 import torch
 
@@ -52,3 +53,23 @@ def test_scores_that_are_alike_far_from_zero(dtype: torch.dtype, queries: int) -
             out, lse = mha_ext.attention(query, key, value, bias=bias, return_lse=True)
             torch.testing.assert_close(lse, torch.full_like(lse, sign * size), rtol=1e-6, atol=0)
             torch.testing.assert_close(out.float(), mean, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("queries", [4, 4096])
+def test_every_exponential(dtype: torch.dtype, queries: int) -> None:
+    """Two keys with scores 0 and x <= 0: the output is e^x / (1 + e^x), to a few units and x."""
+    lowest = -80.0 if dtype == torch.float32 else -700.0
+    for start in (lowest, -20.0, -1.0, -1e-3):
+        x = torch.linspace(start, 0, 4096, dtype=dtype)
+        bias = torch.stack([torch.zeros_like(x), x], 1).reshape(-1, 1, queries, 2)
+        query = torch.zeros(len(bias), 1, queries, 1, dtype=dtype)
+        key = torch.zeros(len(bias), 1, 2, 1, dtype=dtype)
+        value = torch.tensor([0.0, 1.0], dtype=dtype).reshape(2, 1).expand(len(bias), 1, 2, 1)
+        out = mha_ext.attention(query, key, value, bias=bias).flatten()
+        wanted = numpy.exp(x.numpy().astype(numpy.longdouble))
+        wanted /= 1 + wanted
+        error = numpy.abs(out.numpy().astype(numpy.longdouble) / wanted - 1)
+        allowed = (6 - x.numpy()) * torch.finfo(dtype).eps
+        assert (error <= allowed).all()

@@ -65,6 +65,8 @@ Pass forward(const Attention& a) {
         pass.why.push_back(text("a task takes ", plan.kv_heads,
                                 " heads of keys and values, which lie side by side, ", kFewKeys,
                                 " keys at a time"));
+      if (few_in_order(a, plan.kv_heads, a.heads / a.kv_heads * a.queries))
+        pass.why.push_back("one row over keys and values that follow one another: read in order");
       break;
     case ForwardKernel::kOneTile:
       pass.kernel = "one tile";

@@ -1,8 +1,7 @@
 // Forward for few queries, as in decoding. Here the memory is the limit: K and V are read once, as
-// they stand, for all rows that share them. A tile is stored [row][64 keys]: the lanes of the
-// scores are keys, those of the output the width. Heads that lie side by side are taken together,
-// a few keys at a time, so that memory is read in its order, and what follows is asked for in that
-// order too.
+// they stand, for all rows that share them. Heads that lie side by side are taken together, a few
+// keys at a time, so that memory is read in its order, and what follows is asked for in that order
+// too.
 namespace mha_ext::cpu {
 namespace {
 
@@ -49,11 +48,12 @@ template <class K>
 struct FewScratch {
   using T = typename K::T;
   FewStates<K> state, sum;  // of one range of keys, and of those before it
-  T *query, *s, *bias;      // of the rows of all heads; s: or of one head in kFewTiles tiles
-  uint64_t *bits, *any;     // of the rows, of the heads; or so
+  T *query, *s, *bias;      // of the rows of all heads, or s of one head in kFewTiles tiles
+  uint64_t *bits, *any;     // of the rows, of the heads; as many
 
   FewScratch(const Attention& a, Arena& arena) : state(a, arena), sum(a, arena) {
-    const int64_t heads = few_heads(a), rows = few_rows(a), tiles = max_of(heads, kFewTiles);
+    const int64_t heads = few_heads(a), rows = few_rows(a);
+    const int64_t tiles = max_of(heads, few_in_order(a, 1, 1) ? kFewTiles : 1);
     query = arena.take<T>(heads * rows * padded<K>(a.head_dim));
     s = arena.take<T>(tiles * rows * kTile);
     bias = arena.take<T>(kTile);
@@ -61,171 +61,6 @@ struct FewScratch {
     any = arena.take<uint64_t>(tiles);
   }
 };
-
-// One row: a head of the group and a query.
-struct FewRow {
-  int64_t head, query;
-};
-inline FewRow few_row(const Attention& a, int64_t kv, int64_t row) {
-  return {kv * (a.heads / a.kv_heads) + row / a.queries, row % a.queries};
-}
-
-// Blocks of keys in which few_scores takes the first of by_rows.
-template <class K>
-int64_t few_blocks(int64_t rows, int64_t keys) {
-  const int64_t together = rows > 2 && K::kLanes >= 4 ? 4 : min_of(rows, 2);
-  return ceil_div(keys, K::kLanes / together);
-}
-
-// run<n>(r) for rows r .. r + n - 1. Three rows are done as four: the padding holds zeros.
-template <class K, class Run>
-void by_rows(int64_t rows, const Run& run) {
-  int64_t r = 0;
-  if constexpr (K::kLanes >= 4)
-    for (; rows - r > 2; r += 4) run.template operator()<4>(r);
-  for (; rows - r > 1; r += 2) run.template operator()<2>(r);
-  if (r < rows) run.template operator()<1>(r);
-}
-
-// The bias of one row, added to its scores; a bias of -inf hides its key.
-template <class K, class E>
-uint64_t few_bias(const Attention& a, int64_t b, FewRow row, int64_t k0, int64_t keys,
-                  typename K::T* bias, typename K::T* s) {
-  const E* from = (const E*)a.bias.data + b * a.bias.batch + row.head * a.bias.head +
-                  row.query * a.bias.query + k0 * a.bias.key;
-  uint64_t hidden = 0;
-  for (int64_t n = 0; n < keys; n++) {
-    bias[n] = widen(from[n * a.bias.key]);
-    hidden |= (uint64_t)(bias[n] == -(typename K::T)INFINITY) << n;
-    s[n] += bias[n];
-    if (s[n] == -(typename K::T)INFINITY)
-      s[n] = Exp<typename K::T>::lowest_finite;  // finite stays finite
-  }
-  return ~hidden;
-}
-
-inline uint64_t few_keep(const Attention& a, int64_t b, FewRow row, int64_t k0, int64_t keys) {
-  uint64_t keep = 0;
-  for (int64_t n = 0; n < keys; n++)
-    keep |= (uint64_t)keeps(a.dropout, a.origin.batch + b, a.origin.head + row.head,
-                            a.origin.query + row.query, a.origin.key + k0 + n)
-            << n;
-  return keep;
-}
-
-// Scores to P for one row of a tile, as softmax_tile does for a column.
-template <class K>
-void few_softmax(uint64_t bits, int64_t keys, typename K::T* s, typename K::T* m, typename K::T* l,
-                 typename K::T* out, int64_t value_width) {
-  using X = typename K::X;
-  using V = typename X::V;
-  using T = typename K::T;
-  constexpr int kLanes = K::kLanes;
-  const V lowest = X::set(-(T)INFINITY);
-  V tops = lowest;
-  for (int64_t n = 0; n < keys; n += kLanes) {
-    const V v = X::select(X::mask(bits >> n), X::load(s + n), lowest);
-    X::store(s + n, v);
-    tops = X::max(v, tops);
-  }
-  const T top = X::largest(tops);
-  if (top > *m + (T)5.5) {
-    T lane[kLanes];
-    X::store(lane, exp_of<X>(X::set(*m - top)));
-    const V factor = X::set(lane[0]);
-    *l *= lane[0];
-    *m = top;
-    for (int64_t d = 0; d < value_width; d += kLanes)
-      X::store(out + d, X::mul(factor, X::load(out + d)));
-  }
-  const V level = X::set(*m == -(T)INFINITY ? 0 : *m);
-  V sum = X::zero();
-  for (int64_t n = 0; n < keys; n += kLanes) {
-    const V p = exp_of<X>(X::sub(X::load(s + n), level));
-    X::store(s + n, p);
-    sum = X::add(sum, p);
-  }
-  *l += X::sum(sum);
-}
-
-// out[row][0:width of kVectors] += sum over the keys of s[row][n] value[n], for kRows rows.
-template <class K, int kRows, int kVectors, bool kAsk>
-void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64_t left,
-                 const typename K::T* s, typename K::T* out, int64_t ld, NextRows* next) {
-  using X = typename K::X;
-  typename X::V sum[kRows][kVectors];
-#pragma GCC unroll 4
-  for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 8
-    for (int i = 0; i < kVectors; i++) sum[r][i] = X::load(out + r * ld + i * K::kLanes);
-  for (int64_t n = 0; n < keys; n++) {
-    if constexpr (kAsk) next->ask();
-    typename X::V v[kVectors];
-#pragma GCC unroll 8
-    for (int i = 0; i < kVectors; i++)
-      v[i] = i + 1 < kVectors
-                 ? X::load(value + n * stride + i * K::kLanes)
-                 : load_up_to<X>(value + n * stride + i * K::kLanes, left - i * K::kLanes);
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; r++) {
-      const typename X::V p = X::set(s[r * kTile + n]);
-#pragma GCC unroll 8
-      for (int i = 0; i < kVectors; i++) sum[r][i] = X::fma(v[i], p, sum[r][i]);
-    }
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 8
-    for (int i = 0; i < kVectors; i++) X::store(out + r * ld + i * K::kLanes, sum[r][i]);
-}
-
-template <class K, int kRows>
-void few_values(const typename K::S* value, int64_t stride, int64_t keys, int64_t width,
-                const typename K::T* s, typename K::T* out, int64_t ld, NextRows* next) {
-  constexpr int kSums = K::X::kRegisters / 2, kMost = kSums / kRows < 8 ? kSums / kRows : 8;
-  int64_t d = 0;
-  const auto columns = [&]<int kVectors>() __attribute__((always_inline)) {
-    for (; width - d > (kVectors - 1) * K::kLanes; d += kVectors * K::kLanes)
-      if (next && d == 0)
-        few_product<K, kRows, kVectors, true>(value + d, stride, keys, width - d, s, out + d, ld,
-                                              next);
-      else
-        few_product<K, kRows, kVectors, false>(value + d, stride, keys, width - d, s, out + d, ld,
-                                               nullptr);
-  };
-  columns.template operator()<kMost>();
-  if constexpr (kMost > 4) columns.template operator()<4>();
-  columns.template operator()<1>();
-}
-
-// out[row] += weight[n] value[n] for the keys in `bits` only.
-template <class K>
-void few_selected(const typename K::S* value, int64_t stride, uint64_t bits, int64_t width,
-                  const typename K::T* weight, typename K::T* out) {
-  using X = typename K::X;
-  for (; bits; bits &= bits - 1) {
-    const int64_t n = __builtin_ctzll(bits);
-    const typename X::V p = X::set(weight[n]);
-    for (int64_t d = 0; d < width; d += K::kLanes)
-      X::store(out + d,
-               X::fma(load_up_to<X>(value + n * stride + d, width - d), p, X::load(out + d)));
-  }
-}
-
-// A row that sees nothing, where P is uniform: the mean of all values.
-template <class K>
-void few_uniform(const Attention& a, int64_t b, int64_t kv, FewRow row, typename K::T* weight,
-                 typename K::T* out) {
-  for (int64_t d = 0; d < padded<K>(a.value_dim); d++) out[d] = 0;
-  for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
-    const int64_t keys = min_of(kTile, a.keys - k0);
-    const uint64_t keep = a.dropout.seed ? few_keep(a, b, row, k0, keys) : first_bits(keys);
-    for (int64_t n = 0; n < keys; n++)
-      weight[n] = keep >> n & 1 ? (typename K::T)1 / (typename K::T)a.keys : 0;
-    few_selected<K>(row_of<K>(a.value, b, kv, k0), a.value.row, first_bits(keys), a.value_dim,
-                    weight, out);
-  }
-}
 
 // Task of few queries: rows [first, first + rows) of each of `heads` key/value heads.
 struct FewTask {
@@ -261,10 +96,6 @@ class FewScan {
       for (int64_t i = 0; i < ld_rows_ * ldv_; i++) state.out[i] = 0;
     }
     const int64_t tiles = in_order_ ? kFewTiles : 1;
-    for (int64_t i = 0; i < tiles * task_.heads; i++)  // the rows that are padding
-      for (int64_t r = task_.rows; r < ld_rows_; r++)
-        for (int64_t n = 0; n < kTile; n++) w_.s[(i * ld_rows_ + r) * kTile + n] = 0;
-
     for (int64_t k0 = seen_.begin; k0 < seen_.end; k0 += tiles * kTile) {
       const int64_t count = min_of(tiles, ceil_div(seen_.end - k0, kTile));
       for (int64_t t = 0; t < count; t++) scores(k0 + t * kTile, t);
@@ -404,8 +235,7 @@ class FewScan {
   FewScratch<K>& w_;
   const int64_t ld_ = padded<K>(a_.head_dim), ldv_ = padded<K>(a_.value_dim);
   const int64_t ld_rows_ = few_rows(a_), ahead_ = keys_ahead(a_, task_.heads);
-  const bool in_order_ = task_.heads == 1 && task_.rows == 1 && a_.key.row == a_.head_dim &&
-                         a_.value.row == a_.value_dim;
+  const bool in_order_ = few_in_order(a_, task_.heads, task_.rows);
   const int64_t together_ = in_order_ ? kTile : kFewKeys;
   Range seen_;
 };

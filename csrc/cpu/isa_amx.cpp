@@ -161,6 +161,8 @@ struct MultiplyTiles : PairUnits<16> {
 //
 #include "weights-inl.h"
 //
+#include "few_rows-inl.h"
+//
 #include "few-inl.h"
 //
 #include "width-inl.h"

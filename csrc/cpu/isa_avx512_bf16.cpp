@@ -48,6 +48,8 @@ struct MultiplyPairs : PairUnits<1> {
 //
 #include "weights-inl.h"
 //
+#include "few_rows-inl.h"
+//
 #include "few-inl.h"
 //
 #include "width-inl.h"

@@ -20,6 +20,8 @@
 //
 #include "weights-inl.h"
 //
+#include "few_rows-inl.h"
+//
 #include "few-inl.h"
 //
 #include "width-inl.h"

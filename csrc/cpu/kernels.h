@@ -74,6 +74,10 @@ HOST_DEVICE int64_t few_heads(const Attention& a) {
   const int64_t width = max_of(1, max_of(a.head_dim, a.value_dim)) * item;
   return max_of(1, min_of(kPage / width, a.kv_heads));
 }
+// Whether a call reads one head that lies dense for one row: then in the order of its memory.
+HOST_DEVICE bool few_in_order(const Attention& a, int64_t kv_heads, int64_t rows) {
+  return kv_heads == 1 && rows == 1 && a.key.row == a.head_dim && a.value.row == a.value_dim;
+}
 
 enum class ForwardKernel { kFew, kOneTile, kTiled };
 // Whether all keys fit into one tile; where the products are of pairs, for no more than
