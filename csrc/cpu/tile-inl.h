@@ -95,7 +95,8 @@ template <class X, class From>
 [[gnu::always_inline]] inline void load_columns(const From* from, int64_t stride,
                                                 typename X::V (&block)[X::kLanes]) {
   if constexpr (sizeof(From) == sizeof(typename X::T)) {
-    X::load_columns(from, stride, block);
+    X::template load_columns<X::kLanes / X::kPiece>([&](int i) { return from + i * stride; },
+                                                    block);
   } else {
 #pragma GCC unroll 16
     for (int i = 0; i < X::kLanes; i++) block[i] = X::load(from + i * stride);
@@ -131,6 +132,32 @@ template <class X, class From>
   X::transpose(block);
 }
 
+// to[c][64 r] = from[r][c] of a vector of rows, or of `height` rows and zero beyond, with kScale
+// times factor. In pieces of 128 bits, of which there is at least one.
+template <class X, bool kScale, bool kPart>
+void transpose_pieces(const typename X::T* from, int64_t stride, int64_t height, int64_t columns,
+                      typename X::T factor, typename X::T* to) {
+  constexpr int kLanes = X::kLanes, kPiece = X::kPiece;
+  const typename X::T* start[kLanes];  // past the last row, that row again
+  for (int i = 0; kPart && i < kLanes; i++) start[i] = from + min_of(i, height - 1) * stride;
+  const typename X::M in = X::mask(first_bits(height));
+  const typename X::V f = X::set(factor);
+  const auto some = [&]<int kPieces>(int64_t c) __attribute__((always_inline)) {
+    typename X::V block[kPieces * kPiece];
+    X::template load_columns<kPieces>(
+        [&](int i) { return c + (kPart ? start[i] : from + i * stride); }, block);
+#pragma GCC unroll 16
+    for (int i = 0; i < kPieces * kPiece; i++) {
+      if (kScale) block[i] = X::mul(f, block[i]);
+      X::store(to + (c + i) * kRow, kPart ? X::select(in, block[i], X::zero()) : block[i]);
+    }
+  };
+  int64_t c = 0;
+  for (; c + kLanes <= columns; c += kLanes) some.template operator()<kLanes / kPiece>(c);
+  for (; c + kPiece <= columns; c += kPiece) some.template operator()<1>(c);
+  if (c < columns) some.template operator()<1>(columns - kPiece);
+}
+
 // to[c][64 r] = from[r][c], zero in the lanes past `rows` (up to whole vectors). With kScale times
 // factor.
 template <class X, bool kScale, class From>
@@ -138,14 +165,25 @@ void transpose_in(const From* from, int64_t stride, int64_t rows, int64_t column
                   typename X::T factor, typename X::T* to) {
   constexpr int kLanes = X::kLanes;
   const typename X::V f = X::set(factor);
-  for (int64_t r = 0; r < rows; r += kLanes)
+  for (int64_t r = 0; r < rows; r += kLanes, from += kLanes * stride, to += kLanes) {
+    const int64_t height = rows - r;
+    if constexpr (sizeof(From) == sizeof(typename X::T)) {
+      if (columns >= X::kPiece) {
+        if (height < kLanes)
+          transpose_pieces<X, kScale, true>(from, stride, height, columns, factor, to);
+        else
+          transpose_pieces<X, kScale, false>(from, stride, kLanes, columns, factor, to);
+        continue;
+      }
+    }
     for_vectors<kLanes>(columns, [&](int64_t c) __attribute__((always_inline)) {
       typename X::V block[kLanes];
-      load_block<X>(from + r * stride + c, stride, rows - r, columns, block);
+      load_block<X>(from + c, stride, height, columns, block);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; i++)
-        if (i < columns) X::store(to + (c + i) * kRow + r, kScale ? X::mul(f, block[i]) : block[i]);
+        if (i < columns) X::store(to + (c + i) * kRow, kScale ? X::mul(f, block[i]) : block[i]);
     });
+  }
 }
 template <class X, class From>
 void transpose_in(const From* from, int64_t stride, int64_t rows, int64_t columns,

@@ -107,16 +107,16 @@ struct F32x8 {
   }
 
   // r[c] = column c of 8 rows; the halves find their places while they are loaded.
-  static void load_columns(const float* p, int64_t stride, V (&r)[8]) {
+  static constexpr int kPiece = 4;
+  template <int kPieces, class Row>
+  [[gnu::always_inline]] static void load_columns(const Row& row, V* r) {
 #pragma GCC unroll 2
-    for (int c = 0; c < 2; c++) {
+    for (int c = 0; c < kPieces; c++) {
       V t[4];
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) {
-        const float* from = p + i * stride + 4 * c;
-        t[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(from)),
-                                    _mm_loadu_ps(from + 4 * stride), 1);
-      }
+      for (int i = 0; i < 4; i++)
+        t[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row(i) + 4 * c)),
+                                    _mm_loadu_ps(row(i + 4) + 4 * c), 1);
       const V low = _mm256_unpacklo_ps(t[0], t[1]), low2 = _mm256_unpacklo_ps(t[2], t[3]);
       const V high = _mm256_unpackhi_ps(t[0], t[1]), high2 = _mm256_unpackhi_ps(t[2], t[3]);
       r[4 * c] = _mm256_shuffle_ps(low, low2, 0x44);
@@ -216,10 +216,19 @@ struct F64x4 {
     __builtin_memcpy(p, &x, (size_t)n * 4);
   }
 
-  static void load_columns(const double* p, int64_t stride, V (&r)[4]) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) r[i] = load(p + i * stride);
-    transpose(r);
+  static constexpr int kPiece = 2;
+  template <int kPieces, class Row>
+  [[gnu::always_inline]] static void load_columns(const Row& row, V* r) {
+#pragma GCC unroll 2
+    for (int c = 0; c < kPieces; c++) {
+      V t[2];
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; i++)
+        t[i] = _mm256_insertf128_pd(_mm256_castpd128_pd256(_mm_loadu_pd(row(i) + 2 * c)),
+                                    _mm_loadu_pd(row(i + 2) + 2 * c), 1);
+      r[2 * c] = _mm256_unpacklo_pd(t[0], t[1]);
+      r[2 * c + 1] = _mm256_unpackhi_pd(t[0], t[1]);
+    }
   }
   static void transpose(V (&r)[4]) {
     const V a = _mm256_unpacklo_pd(r[0], r[1]), b = _mm256_unpackhi_pd(r[0], r[1]);

@@ -109,22 +109,26 @@ struct F32x16 {
     _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
   }
 
-  // r[c] = column c of 16 rows. The pieces of 128 bits find their places while they are loaded,
-  // which leaves half of the shuffles that a transpose of whole rows takes.
-  static void load_columns(const float* p, int64_t stride, V (&r)[16]) {
-    const float *p4 = p + 4 * stride, *p8 = p + 8 * stride, *p12 = p + 12 * stride;
-    V t[4][4];
+  // r[c] = column c of the 16 rows that begin at row(0), row(1), ..., for kPieces pieces of 128
+  // bits of each. They find their places while they are loaded, which leaves half of the shuffles
+  // that a transpose of whole rows takes.
+  static constexpr int kPiece = 4;
+  template <int kPieces, class Row>
+  [[gnu::always_inline]] static void load_columns(const Row& row, V* r) {
+    V t[kPieces][4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++, p += stride, p4 += stride, p8 += stride, p12 += stride)
+    for (int i = 0; i < 4; i++) {
+      const float *p = row(i), *p4 = row(i + 4), *p8 = row(i + 8), *p12 = row(i + 12);
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; c++) {
+      for (int c = 0; c < kPieces; c++) {
         t[c][i] = _mm512_zextps128_ps512(_mm_loadu_ps(p + 4 * c));
         t[c][i] = _mm512_mask_broadcast_f32x4(t[c][i], 0x00f0, _mm_loadu_ps(p4 + 4 * c));
         t[c][i] = _mm512_mask_broadcast_f32x4(t[c][i], 0x0f00, _mm_loadu_ps(p8 + 4 * c));
         t[c][i] = _mm512_mask_broadcast_f32x4(t[c][i], 0xf000, _mm_loadu_ps(p12 + 4 * c));
       }
+    }
 #pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) {
+    for (int c = 0; c < kPieces; c++) {
       const V low = _mm512_unpacklo_ps(t[c][0], t[c][1]),
               low2 = _mm512_unpacklo_ps(t[c][2], t[c][3]);
       const V high = _mm512_unpackhi_ps(t[c][0], t[c][1]),
@@ -241,10 +245,26 @@ struct F64x8 {
     _mm256_mask_storeu_ps(p, first(n), _mm512_cvtpd_ps(v));
   }
 
-  static void load_columns(const double* p, int64_t stride, V (&r)[8]) {
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) r[i] = load(p + i * stride);
-    transpose(r);
+  static constexpr int kPiece = 2;
+  template <int kPieces, class Row>
+  [[gnu::always_inline]] static void load_columns(const Row& row, V* r) {
+    V t[kPieces][2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      const double *p = row(i), *p2 = row(i + 2), *p4 = row(i + 4), *p6 = row(i + 6);
+#pragma GCC unroll 4
+      for (int c = 0; c < kPieces; c++) {
+        t[c][i] = _mm512_zextpd128_pd512(_mm_loadu_pd(p + 2 * c));
+        t[c][i] = _mm512_mask_broadcast_f64x2(t[c][i], 0x0c, _mm_loadu_pd(p2 + 2 * c));
+        t[c][i] = _mm512_mask_broadcast_f64x2(t[c][i], 0x30, _mm_loadu_pd(p4 + 2 * c));
+        t[c][i] = _mm512_mask_broadcast_f64x2(t[c][i], 0xc0, _mm_loadu_pd(p6 + 2 * c));
+      }
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < kPieces; c++) {
+      r[2 * c] = _mm512_unpacklo_pd(t[c][0], t[c][1]);
+      r[2 * c + 1] = _mm512_unpackhi_pd(t[c][0], t[c][1]);
+    }
   }
   static void transpose(V (&r)[8]) {
     V t[8];

@@ -90,9 +90,14 @@ struct Portable {
   static void store(S* p, V v, int64_t n) {
     for (int64_t i = 0; i < n; i++) put(v[i], p + i);
   }
-  static void load_columns(const T* p, int64_t stride, V (&r)[N]) {
-    for (int i = 0; i < N; i++) r[i] = load(p + i * stride);
-    transpose(r);
+  static constexpr int kPiece = N;
+  template <int kPieces, class Row>
+  static void load_columns(const Row& row, V* r) {
+    static_assert(kPieces == 1);
+    V block[N];
+    for (int i = 0; i < N; i++) block[i] = load(row(i));
+    transpose(block);
+    for (int i = 0; i < N; i++) r[i] = block[i];
   }
   static void transpose(V (&r)[N]) {
     for (int i = 0; i < N; i++)
