@@ -30,6 +30,7 @@ try:
     import cpu_share_of_peak
     import goals
     import measure
+    import quieter
     import run
     import suite
 finally:
@@ -406,6 +407,69 @@ def test_compare_refuses_what_is_no_result(
     moved["machine"]["processor"] = "Another"
     assert compare.main([good, written(tmp_path / "moved.json", moved)]) == 0
     assert "warning: the results are of different machines" in capsys.readouterr().err
+
+
+def test_the_quieter_run_of_each_group_counts(
+    result: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is that in which everything was fast, not that in which mha_ext was."""
+    loud = scaled(result, 1.3)
+    for record in loud["records"]:  # the peers lost more
+        if record["implementation"] != "mha_ext":
+            record["seconds"]["median"] *= 1.5
+    lucky = copy.deepcopy(loud)
+    for record in lucky["records"]:
+        if record["implementation"] == "mha_ext":
+            record["seconds"]["median"] /= 1.4
+    further = copy.deepcopy(result["records"][0])
+    further["case"] = "another"
+    names = [
+        written(tmp_path / "lucky.json", {**lucky, "records": [*lucky["records"], further]}),
+        written(tmp_path / "quiet.json", result),
+    ]
+    out = tmp_path / "both.json"
+    assert quieter.main([*names, "--output", str(out), "--no-charts"]) == 0
+    assert "tiny / best peer" in capsys.readouterr().out
+    both = json.loads(out.read_text())
+    assert both["records"] == [*result["records"], further]
+    assert both["goals"] == goals.evaluate(both["records"])
+    assert both["command"].count("run.py") == 2 and "(1 groups)" in both["command"]
+    assert set(both) == set(result)
+
+
+def test_what_was_wrong_once_stays(result: dict[str, Any]) -> None:
+    slow = scaled(result, 1.3)
+    own = next(r for r in slow["records"] if r["implementation"] == "mha_ext")
+    own["wrong"], own["seconds"] = ["out"], None
+    assert own in quieter.together([result, slow], ["a", "b"])["records"]
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("machine", "processor", "Another"),
+        ("machine", "isa", "another"),
+        ("versions", "commit", "1234567"),
+        ("versions", "torch", "1.0"),
+        ("settings", "seconds", 1000.0),
+    ],
+)
+def test_runs_of_different_builds_are_refused(
+    section: str,
+    name: str,
+    value: object,
+    result: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = copy.deepcopy(result)
+    other[section][name] = value
+    names = [written(tmp_path / "a.json", result), written(tmp_path / "b.json", other)]
+    out = tmp_path / "both.json"
+    assert quieter.main([*names, "--output", str(out)]) == 2
+    shown = capsys.readouterr().err
+    assert "of one build on one machine" in shown and repr(value) in shown
+    assert len(shown.strip().splitlines()) == 1 and not out.exists()
 
 
 def test_share_of_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
