@@ -4,8 +4,9 @@
 
 The runs must be of one build on one machine. A neighbour on the same chip slows down whoever is
 measured while he works, so the run of a group counts in which all of its times together, those of
-the peers as much as those of mha_ext, have the least geometric mean. Where mha_ext was wrong in
-any run, that one counts.
+the peers as much as those of mha_ext, have the least geometric mean, of those runs in which
+nothing failed that did not fail in the others. Where mha_ext was wrong in any run, that one
+counts. Date, load and settings are those of the first run.
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ def quietest(candidates: Sequence[tuple[int, list[Mapping[str, Any]]]]) -> int:
         {key_of(r): r["seconds"]["median"] for r in records if r["seconds"]}
         for _, records in candidates
     ]
-    common = set.intersection(*(set(found) for found in times))
+    most = max(map(len, times))  # an implementation that failed in a run is no advantage of it
+    whole = [position for position, found in enumerate(times) if len(found) == most]
+    common = set.intersection(*(set(times[position]) for position in whole))
     if not common:
-        return 0
-    means = [geometric_mean([found[key] for key in sorted(common)]) for found in times]
-    return means.index(min(means))
+        return whole[0]
+    return min(whole, key=lambda i: geometric_mean([times[i][key] for key in sorted(common)]))
 
 
 def _of_one_build(runs: Sequence[Run], names: Sequence[str]) -> None:
@@ -74,7 +76,7 @@ def _of_one_build(runs: Sequence[Run], names: Sequence[str]) -> None:
     for what, value in (
         ("processor", lambda run: run["machine"]["processor"]),
         ("instruction set", lambda run: run["machine"]["isa"]),
-        ("commit", lambda run: (run["versions"]["commit"] or "").rstrip("+")),
+        ("commit", lambda run: run["versions"]["commit"]),
         ("build", lambda run: run["versions"]["build"]),
         ("torch", lambda run: run["versions"]["torch"]),
         ("time for each group", lambda run: run["settings"]["seconds"]),
@@ -109,7 +111,11 @@ def together(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:
         "command": "; ".join(parts),
         "complete": all(run["complete"] for run in runs),
         "minutes": round(sum(run["minutes"] for run in runs), 1),
-        "left_out": {name: why for run in runs for name, why in run["left_out"].items()},
+        "left_out": {
+            name: why
+            for name, why in runs[0]["left_out"].items()
+            if all(name in run["left_out"] for run in runs)
+        },
         "peaks": list(peaks.values()),
         "records": records,
         "goals": evaluate(records),
@@ -128,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         content = together([load(path) for path in arguments.results], arguments.results)
         if not output.resolve().parent.is_dir():
             raise ValueError(f"the folder of {output} does not exist")
+        if output.is_dir():
+            raise ValueError(f"--output must be a file, but {output} is a folder")
     except ValueError as error:
         print(f"quieter.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

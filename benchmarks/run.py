@@ -180,10 +180,11 @@ def versions() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of this clone, with + where files differ from it; None without git."""
+    """Of this clone, with + where code differs from it (no text or result); None without git."""
     folder = Path(__file__).resolve().parent
     answers = []
-    for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "-uno"]):
+    text = ("--", ":/", ":!/benchmarks/results", ":!/docs", ":(exclude,glob)**/*.md")
+    for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "-uno", *text]):
         try:
             done = subprocess.run(
                 ["git", *command], cwd=folder, capture_output=True, text=True, check=True

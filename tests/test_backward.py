@@ -95,6 +95,44 @@ def test_long_sums_round_like_short_ones(queries: int, keys: int) -> None:
         assert error(found) <= 2 * max(map(error, plains)), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("length", [3, 12, 40, 150])
+def test_a_part_of_the_keys(length: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """With the output and lse of all keys: its part of each sum, as a ring of processes adds them."""
+    torch.manual_seed(0)
+    query, grad_out = torch.randn(2, 1, 2, length, 16, dtype=dtype)
+    key, value = torch.randn(2, 1, kv_heads, length, 16, dtype=dtype)
+    ops, rest = torch.ops.mha_ext, (None, None, None, None)
+    out, *lse = ops.attention_forward(query, key, value, *rest, scale=0.25)
+
+    def gradients(keys: slice) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = ops.attention_backward(
+            *(grad_out, None, query, key[:, :, keys], value[:, :, keys], out, *lse, *rest),
+            **{"scale": 0.25, "output_mask": [True, True, True, False]},
+        )
+        return found[:3]
+
+    first, second = gradients(slice(0, length // 3)), gradients(slice(length // 3, length))
+    found = (first[0] + second[0], *(torch.cat(x, 2) for x in zip(first[1:], second[1:])))
+    torch.testing.assert_close(found, gradients(slice(0, length)))
+
+
+@pytest.mark.parametrize("length", [16, 80])
+def test_a_dropped_pair_counts_as_visible(length: int) -> None:
+    """What is not finite there reaches the gradients of its row, as it reaches the output."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 1, length, 8)
+    seed = torch.tensor([3, 4])
+    kept = mha_ext.reference.keep(seed, 0.5, (1, 1, length, length))
+    assert not kept[..., 3].all()
+    value[:, :, 3] = torch.nan
+    query.requires_grad_()
+    out = mha_ext.attention(query, key, value, dropout_p=0.5, seed=seed)
+    assert out.isnan().all()
+    assert torch.autograd.grad(out.sum(), query)[0].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_out_or_lse_alone(dtype: torch.dtype) -> None:
     """The gradient of one result, when the other is not used, is that of a zero cotangent."""

@@ -437,6 +437,14 @@ def test_the_quieter_run_of_each_group_counts(
     assert set(both) == set(result)
 
 
+def test_a_run_in_which_something_failed_does_not_count(result: dict[str, Any]) -> None:
+    lucky = scaled(result, 0.9)
+    lucky["records"] = [r for r in lucky["records"] if r["implementation"] != "SDPA"]
+    lucky["left_out"] = {"SDPA, tiny": "RuntimeError"}
+    both = quieter.together([lucky, result], ["a", "b"])
+    assert both["records"] == result["records"] and both["left_out"] == {}
+
+
 def test_what_was_wrong_once_stays(result: dict[str, Any]) -> None:
     slow = scaled(result, 1.3)
     own = next(r for r in slow["records"] if r["implementation"] == "mha_ext")
