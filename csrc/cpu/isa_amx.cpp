@@ -17,6 +17,8 @@ TARGET_BEGIN(
 #include "vec_avx512-inl.h"
 //
 #include "product-inl.h"
+#include "transpose-inl.h"
+//
 #include "tile-inl.h"
 //
 #include "bands-inl.h"

@@ -12,6 +12,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 #include "vec_avx512-inl.h"
 //
 #include "product-inl.h"
+#include "transpose-inl.h"
+//
 #include "tile-inl.h"
 //
 #include "bands-inl.h"

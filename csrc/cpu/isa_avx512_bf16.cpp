@@ -13,6 +13,8 @@ TARGET_BEGIN("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bm
 #include "vec_avx512-inl.h"
 //
 #include "product-inl.h"
+#include "transpose-inl.h"
+//
 #include "tile-inl.h"
 //
 #include "bands-inl.h"

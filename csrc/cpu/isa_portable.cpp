@@ -8,6 +8,8 @@
 #include "vec_portable-inl.h"
 //
 #include "product-inl.h"
+#include "transpose-inl.h"
+//
 #include "tile-inl.h"
 //
 #include "bands-inl.h"
