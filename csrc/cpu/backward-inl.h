@@ -88,13 +88,14 @@ struct TilePlace {
 // C = sum or C += sum, whichever is meant.
 template <class K, Contiguous kA>
 void update_product(Update update, Operand a, int64_t rows, int64_t count,
-                    const typename K::Unit* x, int64_t ldx, int64_t vectors, typename K::T* c,
+                    const typename K::Unit* x, int64_t ldx, int64_t columns, typename K::T* c,
                     int64_t ldc, Ahead& ahead) {
   using X = typename K::X;
   using Dot = typename K::Dot;
   if (update == Update::kStore)
-    return product<X, Dot, kA, Update::kStore>(a, rows, count, x, ldx, vectors, c, ldc, &ahead);
-  product<X, Dot, kA, Update::kAddSum>(a, rows, count, x, ldx, vectors, c, ldc, &ahead);
+    return product_columns<X, Dot, kA, Update::kStore>(a, rows, count, x, ldx, columns, c, ldc,
+                                                       &ahead);
+  product_columns<X, Dot, kA, Update::kAddSum>(a, rows, count, x, ldx, columns, c, ldc, &ahead);
 }
 
 // grad_value, grad_key and grad_query of one tile, from w.p and w.ds, or these in pairs.
@@ -107,22 +108,20 @@ void add_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K
   // to[key][width] += weights^T rows, over the queries that need the key
   const auto add_keys = [&](const typename K::T* weights, const typename K::Unit* paired,
                             const typename K::Unit* rows, int64_t width, typename K::T* to) {
+    const int64_t ld = padded<K>(width);
     const Operand all = w.paired ? pairs_operand<K>(paired)
                                  : tile_operand<K>(weights, tile.keys, tile.rows, w.pair_rows);
     for_band_keys<K>(w.bands, tile.keys, tile.rows, [&](Range keys, Range queries) {
       const int64_t unit = queries.begin / kStep;
       const Operand from{all.data + keys.begin * all.m_stride + unit * all.t_stride, all.m_stride,
                          all.t_stride};
-      update_product<K, Contiguous::kAlongT>(update, from, keys.end - keys.begin,
-                                             units_of<K>(queries.end - queries.begin),
-                                             rows + unit * width, width, width / K::kLanes,
-                                             to + (tile.at + keys.begin) * width, width, w.ahead);
+      update_product<K, Contiguous::kAlongT>(
+          update, from, keys.end - keys.begin, units_of<K>(queries.end - queries.begin),
+          rows + unit * ld, ld, width, to + (tile.at + keys.begin) * ld, ld, w.ahead);
     });
   };
-  if (g.grad_value.data)
-    add_keys(w.p, w.p_queries, w.grad_out_rows, padded<K>(a.value_dim), w.grad_value);
-  if (g.grad_key.data)
-    add_keys(w.ds, w.ds_queries, w.query_rows, padded<K>(a.head_dim), w.grad_key);
+  if (g.grad_value.data) add_keys(w.p, w.p_queries, w.grad_out_rows, a.value_dim, w.grad_value);
+  if (g.grad_key.data) add_keys(w.ds, w.ds_queries, w.query_rows, a.head_dim, w.grad_key);
   if (!g.grad_query.data) return;
   const typename K::Unit* ds =
       w.paired ? w.ds_keys : tile_vectors<K>(w.ds, tile.keys, vectors, w.pairs);
@@ -132,7 +131,7 @@ void add_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K
                        key_columns.t_stride};
     update_product<K, Contiguous::kAlongM>(
         tile.query_update, from, a.head_dim, units_of<K>(seen.end - seen.begin),
-        ds + unit * kRow + lane, kRow, count, tile.grad_query + lane, kRow, w.ahead);
+        ds + unit * kRow + lane, kRow, count * K::kLanes, tile.grad_query + lane, kRow, w.ahead);
   });
 }
 

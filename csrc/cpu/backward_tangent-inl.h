@@ -217,9 +217,9 @@ void add_over_queries(const typename K::T* tile, const PackedRows<K>& side, int6
     pack_rows<K>(w.clean, side.width, rows, side.width, w.clean_rows, ld);
     packed = w.clean_rows;
   }
-  product<typename K::X, typename K::Dot, Contiguous::kAlongT, Update::kAddSum>(
+  product_columns<typename K::X, typename K::Dot, Contiguous::kAlongT, Update::kAddSum>(
       tile_operand<K>(tile, keys, rows, w.pair_rows), keys, units_of<K>(rows), packed, ld,
-      ld / K::kLanes, to, ld);
+      side.width, to, ld, nullptr);
   if (dirty)
     add_nonfinite_rows<K>(tile, w.bits, side.from, side.stride, rows, keys, side.width, to, ld);
 }

@@ -24,7 +24,21 @@ TARGET_BEGIN("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bm
 namespace mha_ext::cpu {
 namespace {
 
+struct MultiplyHalfPairs {
+  using Unit = uint32_t;
+  using Vector = __m256i;
+  static Vector load(const Unit* p) { return _mm256_loadu_si256((const __m256i*)p); }
+  static Vector broadcast(const char* p) {
+    int unit;
+    __builtin_memcpy(&unit, p, sizeof unit);
+    return _mm256_set1_epi32(unit);
+  }
+  static __m256 accumulate(__m256 sum, Vector x, Vector a) {
+    return _mm256_dpbf16_ps(sum, (__m256bh)x, (__m256bh)a);
+  }
+};
 struct MultiplyPairs : PairUnits<1> {
+  using Half = MultiplyHalfPairs;
   using Vector = __m512i;
   static constexpr int kRowBlock = 1;
   struct Session {};

@@ -52,8 +52,13 @@ class Ahead {
   const char *at_ = nullptr, *last_ = nullptr;
 };
 
+// Whether half a vector is less work than a whole one.
+template <class X>
+constexpr bool has_half = X::Half::kLanes < X::kLanes;
+
 template <class X>
 struct Multiply {
+  using Half = Multiply<typename X::Half>;
   using Unit = typename X::T;
   using Vector = typename X::V;
   static constexpr int kStep = 1;                      // numbers a unit
@@ -195,6 +200,22 @@ void product(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x
     Dot::template product<kC>(a, rows, count, x, ldx, vectors, c, ldc);
   else
     product_vectors<X, Dot, kA, kC>(a, rows, count, x, ldx, vectors, c, ldc, ahead, factor, top);
+}
+
+// The same for `columns` lanes, of vectors or of halves.
+template <class X, class Dot, Contiguous kA, Update kC>
+void product_columns(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x,
+                     int64_t ldx, int64_t columns, typename X::T* c, int64_t ldc, Ahead* ahead) {
+  if constexpr (has_half<X> && Dot::kRowBlock == 1) {
+    const int64_t whole = columns / X::kLanes, at = whole * X::kLanes, left = columns - at;
+    if (left > 0 && left <= X::Half::kLanes) {
+      product_vectors<X, Dot, kA, kC>(a, rows, count, x, ldx, whole, c, ldc, ahead, 1, nullptr);
+      return panel<typename X::Half, typename Dot::Half, 1, kA, kC>(
+          a, rows, count, x + at, ldx, c + at, ldc, nullptr, 1, nullptr);
+    }
+  }
+  product<X, Dot, kA, kC>(a, rows, count, x, ldx, (columns + X::kLanes - 1) / X::kLanes, c, ldc,
+                          ahead);
 }
 
 // `count` rounds of independent multiply-adds on registers only: the ceiling of this instruction.

@@ -44,6 +44,7 @@ inline void multiply(uint32_t factor, U32x8 x, U32x8* high, U32x8* low) {
 struct F32x8 {
   using T = float;
   using V = __m256;
+  using Half = F32x8;
   using M = __m256;
   using U = U32x8;
   static constexpr int kLanes = 8, kRegisters = 16;
@@ -174,6 +175,7 @@ struct F32x8 {
 struct F64x4 {
   using T = double;
   using V = __m256d;
+  using Half = F64x4;
   using M = __m256d;
   using U = U32x8;
   static constexpr int kLanes = 4, kRegisters = 16;

@@ -39,9 +39,38 @@ inline void multiply(uint32_t factor, U32x16 x, U32x16* high, U32x16* low) {
   high->v = _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
 }
 
+// Half a vector, for what is left of a row: what products need of it.
+struct F32x8 {
+  using T = float;
+  using V = __m256;
+  using Half = F32x8;
+  static constexpr int kLanes = 8, kRegisters = 32;
+  static V zero() { return _mm256_setzero_ps(); }
+  static V set(T x) { return _mm256_set1_ps(x); }
+  static V add(V a, V b) { return _mm256_add_ps(a, b); }
+  static V mul(V a, V b) { return _mm256_mul_ps(a, b); }
+  static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+  static V load(const T* p) { return _mm256_loadu_ps(p); }
+  static void store(T* p, V v) { _mm256_storeu_ps(p, v); }
+};
+struct F64x4 {
+  using T = double;
+  using V = __m256d;
+  using Half = F64x4;
+  static constexpr int kLanes = 4, kRegisters = 32;
+  static V zero() { return _mm256_setzero_pd(); }
+  static V set(T x) { return _mm256_set1_pd(x); }
+  static V add(V a, V b) { return _mm256_add_pd(a, b); }
+  static V mul(V a, V b) { return _mm256_mul_pd(a, b); }
+  static V fma(V a, V b, V c) { return _mm256_fmadd_pd(a, b, c); }
+  static V load(const T* p) { return _mm256_loadu_pd(p); }
+  static void store(T* p, V v) { _mm256_storeu_pd(p, v); }
+};
+
 struct F32x16 {
   using T = float;
   using V = __m512;
+  using Half = F32x8;
   using M = __mmask16;
   using U = U32x16;
   static constexpr int kLanes = 16, kRegisters = 32;
@@ -202,6 +231,7 @@ struct F32x16 {
 struct F64x8 {
   using T = double;
   using V = __m512d;
+  using Half = F64x4;
   using M = __mmask8;
   using U = U32x16;
   static constexpr int kLanes = 8, kRegisters = 32;

@@ -34,6 +34,7 @@ struct Portable {
   typedef Scalar V __attribute__((vector_size(16)));
   typedef Integer M __attribute__((vector_size(16)));
   using U = U32x4;
+  using Half = Portable;
   static constexpr int kLanes = N, kRegisters = 16;
 
   static V zero() { return V{}; }

@@ -25,64 +25,94 @@ struct WidthRows {
   int64_t stride, count, columns;
 };
 
-// to[r][d] = sum_n weight(r, n) x[n][d] for kRows rows r and kVectors vectors of d, or
-// for a part of one. The weights are those of a tile, tile[key][64 queries]: along m, r is the
-// query; along t, n is.
-template <class K, Contiguous kA, int kRows, int kVectors, bool kPart>
+// to[r][d] = sum_n weight(r, n) x[n][d] for kRows rows r and kVectors vectors of d, and kHalf for a
+// vector of half the lanes that begins at d = half; or, with kPart, for a part of one vector. The
+// weights are those of a tile, tile[key][64 queries]: along m, r is the query; along t, n is.
+template <class K, class X, Contiguous kA, int kRows, int kVectors, bool kHalf, bool kPart>
 void width_product(const WidthRows<K>& x, const typename K::T* tile, typename K::S* to,
-                   int64_t to_stride) {
-  using X = typename K::X;
+                   int64_t to_stride, int64_t half) {
+  using Half = typename X::Half;
   typename X::V sum[kRows][kVectors];
+  [[maybe_unused]] typename Half::V rest[kRows];
 #pragma GCC unroll 6
-  for (int r = 0; r < kRows; r++)
+  for (int r = 0; r < kRows; r++) {
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; i++) sum[r][i] = X::zero();
+    if constexpr (kHalf) rest[r] = Half::zero();
+  }
   const typename K::S* row = x.data;
   for (int64_t n = 0; n < x.count; n++, row += x.stride) {
     typename X::V v[kVectors];
-#pragma GCC unroll 4
-    for (int i = 0; i < kVectors; i++)
-      v[i] = kPart ? X::load(row, x.columns) : X::load(row + i * K::kLanes);
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; r++) {
-      const typename X::V weight =
-          X::set(kA == Contiguous::kAlongM ? tile[n * kRow + r] : tile[r * kRow + n]);
-#pragma GCC unroll 4
-      for (int i = 0; i < kVectors; i++) sum[r][i] = X::fma(v[i], weight, sum[r][i]);
-    }
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; r++)
+    [[maybe_unused]] typename Half::V last;
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; i++) {
       if constexpr (kPart)
-        X::store(to + r * to_stride, sum[r][i], x.columns);
+        v[i] = X::load(row, x.columns);
       else
-        X::store(to + r * to_stride + i * K::kLanes, sum[r][i]);
+        v[i] = X::load(row + i * X::kLanes);
     }
+    if constexpr (kHalf) last = Half::load(row + half);
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; r++) {
+      const typename K::T* weight =
+          tile + (kA == Contiguous::kAlongM ? n * kRow + r : r * kRow + n);
+#pragma GCC unroll 4
+      for (int i = 0; i < kVectors; i++) sum[r][i] = X::fma(v[i], X::set(*weight), sum[r][i]);
+      if constexpr (kHalf) rest[r] = Half::fma(last, Half::set(*weight), rest[r]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; r++, to += to_stride) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; i++) {
+      if constexpr (kPart)
+        X::store(to, sum[r][i], x.columns);
+      else
+        X::store(to + i * X::kLanes, sum[r][i]);
+    }
+    if constexpr (kHalf) Half::store(to + half, rest[r]);
+  }
 }
 
-// All columns for kRows rows; the last vectors are moved back, as in for_vectors.
+// All columns for kRows rows; the last vectors are moved back, as in for_vectors. Where half a
+// vector is enough for the last columns, and half the work, it is one.
 template <class K, Contiguous kA, int kRows>
 void width_columns(const WidthRows<K>& x, const typename K::T* tile, typename K::S* to,
                    int64_t to_stride) {
-  constexpr int64_t kLanes = K::kLanes;
-  if (x.columns < kLanes) return width_product<K, kA, kRows, 1, true>(x, tile, to, to_stride);
+  using X = typename K::X;
+  using Half = typename X::Half;
+  constexpr int64_t kLanes = X::kLanes;
+  constexpr int64_t kHalf = K::kInPlace && has_half<X> ? Half::kLanes : 0;
+  if (x.columns < kLanes)
+    return width_product<K, X, kA, kRows, 1, false, true>(x, tile, to, to_stride, 0);
   int64_t d = 0;
+  const auto from = [&](int64_t at) {
+    return WidthRows<K>{x.data + at, x.stride, x.count, x.columns};
+  };
   const auto some = [&]<int kVectors>() __attribute__((always_inline)) {
     constexpr int64_t kWidth = kVectors * kLanes;
-    for (; x.columns - d > kWidth - kLanes && x.columns >= kWidth; d += kWidth) {
+    if constexpr (kHalf > 0 && kVectors < 4)
+      if (x.columns - d > kWidth && x.columns - d <= kWidth + kHalf) {
+        width_product<K, X, kA, kRows, kVectors, true, false>(from(d), tile, to + d, to_stride,
+                                                              x.columns - d - kHalf);
+        d = x.columns;
+      }
+    for (; x.columns - d > kWidth - kLanes + kHalf && x.columns >= kWidth; d += kWidth) {
       const int64_t at = min_of(d, x.columns - kWidth);
-      width_product<K, kA, kRows, kVectors, false>({x.data + at, x.stride, x.count, x.columns},
-                                                   tile, to + at, to_stride);
+      width_product<K, X, kA, kRows, kVectors, false, false>(from(at), tile, to + at, to_stride, 0);
     }
   };
-  if constexpr (K::X::kRegisters == 32) {
+  if constexpr (X::kRegisters == 32) {
     some.template operator()<4>();
     some.template operator()<3>();
   }
   some.template operator()<2>();
   some.template operator()<1>();
+  if constexpr (kHalf > 0)
+    if (d < x.columns) {
+      d = x.columns - kHalf;
+      width_product<K, Half, kA, kRows, 1, false, false>(from(d), tile, to + d, to_stride, 0);
+    }
 }
 
 // All rows, in equal parts of at most 6.
