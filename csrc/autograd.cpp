@@ -55,14 +55,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     const OptionalTensor& bias, const OptionalTensor& key_lengths, const OptionalTensor& seed,
     OptionalString corner, OptionalSymInt window_left, OptionalSymInt window_right,
     double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin,
-    std::array<bool, 4> output_mask) {
+    std::array<bool, 4> output_mask, bool all_keys) {
   std::tuple<Tensor, Tensor, Tensor, Tensor> results;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    results = ops::backward().redispatch(keys & c10::after_autograd_keyset, grad_out, grad_lse,
-                                         query, key, value, out, lse, lse_low, mask, bias,
-                                         key_lengths, seed, corner, window_left, window_right,
-                                         dropout_p, scale, uniform_empty_rows, origin, output_mask);
+    results = ops::backward().redispatch(
+        keys & c10::after_autograd_keyset, grad_out, grad_lse, query, key, value, out, lse, lse_low,
+        mask, bias, key_lengths, seed, corner, window_left, window_right, dropout_p, scale,
+        uniform_empty_rows, origin, output_mask, all_keys);
   }
   const Direction d{tangent(query), tangent(key),      tangent(value),
                     tangent(bias),  tangent(grad_out), tangent(grad_lse)};

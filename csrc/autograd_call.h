@@ -204,15 +204,16 @@ struct Call {
     return {weights, options.heads_view(), options.rows_view()};
   }
 
+  // all_keys: out and lse are the results of this call, not of one with more keys.
   std::array<Tensor, 4> backward(const Tensor& grad_out, const Tensor& grad_lse,
-                                 const std::array<bool, 4>& wanted) const {
+                                 const std::array<bool, 4>& wanted, bool all_keys = false) const {
     if (!any(grad_out, grad_lse) || !has(wanted)) return {};
     const KeptOptions& o = options;
     return pick(wanted, ops::backward().call(
                             grad_out.defined() ? grad_out : at::zeros_like(out), or_none(grad_lse),
                             query, key, value, out, lse, lse_low, mask, bias, key_lengths, seed,
                             o.corner_view(), o.window_left, o.window_right, o.dropout_p, o.scale,
-                            o.uniform_empty_rows, o.origin, wanted));
+                            o.uniform_empty_rows, o.origin, wanted, all_keys));
   }
 
   // The derivatives of (out, lse) along d.

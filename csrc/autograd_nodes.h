@@ -123,7 +123,7 @@ struct AttentionBackward final
 
   static variable_list gradients(const variable_list& grads, const Call& call,
                                  const Arguments& arguments) {
-    return joined(call.backward(grads[0], grads[1], wanted<4>(arguments)));
+    return joined(call.backward(grads[0], grads[1], wanted<4>(arguments), /*all_keys=*/true));
   }
 };
 

@@ -24,7 +24,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_lengths,
     const OptionalTensor& seed, OptionalString corner, OptionalSymInt window_left,
     OptionalSymInt window_right, double dropout_p, double scale, bool uniform_empty_rows,
-    c10::SymIntArrayRef origin, std::array<bool, 4> output_mask) {
+    c10::SymIntArrayRef origin, std::array<bool, 4> output_mask, bool /*all_keys*/) {
   check_shapes(query, key, &value, mask, bias, key_lengths, seed,
                {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin});
   check_saved(grad_out, grad_lse, query, value, out, lse, lse_low);

@@ -48,7 +48,7 @@ TORCH_LIBRARY(mha_ext, m) {
       "Tensor value, Tensor out, Tensor lse, Tensor? lse_low, Tensor? mask, Tensor? bias, "
       "Tensor? key_lengths, Tensor? seed, *, str? corner=None, SymInt? window_left=None, "
       "SymInt? window_right=None, float dropout_p=0.0, float scale, bool uniform_empty_rows=False, "
-      "SymInt[4] origin=0, bool[4] output_mask) "
+      "SymInt[4] origin=0, bool[4] output_mask, bool all_keys=False) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)",
       tags);
   m.def(
@@ -157,11 +157,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_lengths,
     const OptionalTensor& seed, const Text& corner, Integer window_left, Integer window_right,
     double dropout_p, std::optional<double> scale, bool uniform_empty_rows, const Positions& origin,
-    const std::array<bool, 4>& output_mask) {
+    const std::array<bool, 4>& output_mask, bool all_keys) {
   return ops::backward().call(grad_out, grad_lse, query, key, value, out, lse, lse_low, mask, bias,
                               key_lengths, seed, view(corner), symbol(window_left),
                               symbol(window_right), dropout_p, scale_or_default(scale, query),
-                              uniform_empty_rows, symbols(origin), output_mask);
+                              uniform_empty_rows, symbols(origin), output_mask, all_keys);
 }
 
 std::tuple<Tensor, Tensor> attention_forward_tangent(
@@ -317,12 +317,15 @@ the precision. lse_low has no gradient. Raises ValueError or TypeError that name
         py::arg("dropout_p") = 0.0, py::arg("scale") = none, py::arg("uniform_empty_rows") = false,
         py::arg("origin") = Positions{},
         py::arg("output_mask") = std::array<bool, 4>{true, true, true, true},
+        py::arg("all_keys") = false,
         R"((grad_query, grad_key, grad_value, grad_bias) of attention_forward.
 
 grad_out [B, H, Lq, Dv] and grad_lse [B, H, Lq] or None are the gradients of its results; out, lse
 and lse_low (None: zero) are these results; the rest as there. Gradients have the shape and dtype of
 what they belong to. Where output_mask is False, and for a missing bias, the result is an empty tensor
-of shape [0].)");
+of shape [0]. key and value may be a part of what out and lse are the results of; the gradients are
+then what that part adds. all_keys says that they are not, and that out need not be read where the
+rest implies it.)");
 
   m.def("attention_forward_tangent", &attention_forward_tangent, NoGil(), py::arg("query"),
         py::arg("key"), py::arg("value"), py::arg("out"), py::arg("lse"), py::arg("lse_low") = none,

@@ -31,7 +31,7 @@ using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>(
     const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_lengths,
     const OptionalTensor& seed, OptionalString corner, OptionalSymInt window_left,
     OptionalSymInt window_right, double dropout_p, double scale, bool uniform_empty_rows,
-    c10::SymIntArrayRef origin, std::array<bool, 4> output_mask);
+    c10::SymIntArrayRef origin, std::array<bool, 4> output_mask, bool all_keys);
 
 using ForwardTangent = std::tuple<Tensor, Tensor>(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,

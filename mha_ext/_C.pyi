@@ -46,6 +46,7 @@ def attention_backward(
     uniform_empty_rows: bool = False,
     origin: Sequence[int] = (0, 0, 0, 0),
     output_mask: Sequence[bool] = (True, True, True, True),
+    all_keys: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """torch.ops.mha_ext.attention_backward: gradients of query, key, value, bias; [0] where not wanted."""
 

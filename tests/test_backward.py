@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from cases import (
@@ -19,6 +21,7 @@ from cases import (
 )
 from sizes import fewer, on_emulator
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_ext
 
@@ -47,6 +50,26 @@ def test_every_option(problem: Problem) -> None:
 @pytest.mark.parametrize("problem", RANDOM_PROBLEMS, ids=lambda p: f"random-{p.numbers}")
 def test_options_together(problem: Problem) -> None:
     check(problem)
+
+
+class MaybeMoreKeys(TorchDispatchMode):
+    """Backward does not hear that out and lse are the results for its keys alone."""
+
+    unsaid = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.unsaid += (kwargs or {}).pop("all_keys", False)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("problem", [p for p in PROBLEMS if max(p.queries, p.keys) <= 64], ids=str)
+def test_every_option_where_keys_may_be_a_part(problem: Problem) -> None:
+    """The calls that ring attention makes: delta comes out of what may be the output of more keys."""
+    with MaybeMoreKeys() as mode:
+        check(problem)
+    assert mode.unsaid == 1
 
 
 BIASED = Problem(heads=4, kv_heads=2, queries=33, keys=70, bias="1hqk", dropout_p=0.2)
@@ -116,6 +139,20 @@ def test_a_part_of_the_keys(length: int, kv_heads: int, dtype: torch.dtype) -> N
     first, second = gradients(slice(0, length // 3)), gradients(slice(length // 3, length))
     found = (first[0] + second[0], *(torch.cat(x, 2) for x in zip(first[1:], second[1:])))
     torch.testing.assert_close(found, gradients(slice(0, length)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_keys_needs_the_low_part_of_lse(dtype: torch.dtype) -> None:
+    """The sum of P is 1 to the last bits only with it; without it delta comes out of the output."""
+    torch.manual_seed(0)
+    query, key, value, grad_out = torch.randn(4, 1, 2, 12, 16, dtype=dtype)
+    ops, rest = torch.ops.mha_ext, (None, None, None, None)
+    out, lse, _ = ops.attention_forward(30 * query, key, value, *rest, scale=1.0)
+    given = (grad_out, None, 30 * query, key, value, out, lse, None, *rest)
+    options = {"scale": 1.0, "output_mask": [True, True, True, False]}
+    found = ops.attention_backward(*given, **options, all_keys=True)
+    for mine, wanted in zip(found, ops.attention_backward(*given, **options), strict=True):
+        assert torch.equal(mine, wanted)
 
 
 @pytest.mark.parametrize("length", [16, 80])

@@ -1,7 +1,8 @@
 // Backward of a head whose queries and keys fit into one tile each. Every gradient is one product,
 // so it is written where it belongs, without sums in scratch; and what the next head needs is asked
-// for meanwhile, since heads are short, and no machine foresees where the next one starts. delta is
-// computed on the way, while dO is near.
+// for meanwhile, since heads are short, and no machine foresees where the next one starts. Where
+// the keys are all of those that lse is of, delta is the sum of P o dP, and O is not read; the sum
+// of P is then 1 to the last bits, which takes lse_low.
 //   dV = Z^T dO,  dK = scale dS^T Q,  dQ = scale dS K
 namespace mha_ext::cpu {
 namespace {
@@ -57,6 +58,8 @@ bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, in
       !(all_finite<K>(query, a.query.row, rows, d) && all_finite<K>(key, a.key.row, keys, d) &&
         (!grads || all_finite<K>(grad_out, g.grad_out.row, rows, dv))))
     return false;
+  if (w.whole)  // a bias that is constant along the keys wants it
+    __builtin_memcpy((T*)g.delta + (b * a.heads + h) * rows, w.shift, (size_t)rows * sizeof(T));
   if (ahead) ask_for<K>(a.key, next_b, next_h, keys, d);
   for (int64_t r = 0; r < kRow; r++) w.one[r] = 1;
   if (g.grad_bias.data && bias_is_dense(a, g.grad_bias))
@@ -74,7 +77,7 @@ bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, in
   if (g.grad_key.data)
     width_rows<K, Contiguous::kAlongT>({query, a.query.row, rows, d}, keys, w.ds,
                                        row_of<K>(g.grad_key, b, h, 0), g.grad_key.row);
-  if (ahead && grads) ask_for<K>(a.out, next_b, next_h, rows, dv);
+  if (ahead && grads && !w.whole) ask_for<K>(a.out, next_b, next_h, rows, dv);
   if (ahead && g.grad_query.data) ask_for<K>(g.grad_query, next_b, next_h, rows, d);
   if (g.grad_query.data)
     width_rows<K, Contiguous::kAlongM>({key, a.key.row, keys, d}, rows, w.ds,
@@ -89,8 +92,10 @@ void backward_any(const Attention& a, const AttentionGrad& g, int64_t b, int64_t
   if (backward_is_one_tile(a, kOneTileQueries<K>)) {
     Arena arena{(char*)scratch};
     BackwardScratch<K> w(a, arena);
-    if (!g.grad_weights.data) delta<K>(a, g, b, kv, 0);
+    w.whole = g.all_keys && a.lse_low && !g.grad_weights.data;
+    if (!w.whole && !g.grad_weights.data) delta<K>(a, g, b, kv, 0);
     if (backward_one_tile<K>(a, g, b, kv, w)) return;
+    if (w.whole) delta<K>(a, g, b, kv, 0);
   }
   backward<K>(a, g, b, kv, part, sums, scratch);
 }

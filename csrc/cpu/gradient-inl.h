@@ -15,6 +15,9 @@ struct GradScratch {
   Range bands_storage[kMostBands];
   const Range* bands;  // of the tile, or nullptr
   Ahead ahead;
+  // Whether the tile has all keys of its queries, and delta = sum P o dP - dL comes out of it; then
+  // `shift` is dL before it.
+  bool whole = false;
   // Where there is room for them, P and dS of a whole tile in pairs come here, in place of p and
   // ds: of queries, and dS of keys too. Then `paired` says so.
   Unit *p_queries = nullptr, *ds_queries = nullptr, *ds_keys = nullptr;
@@ -35,8 +38,7 @@ struct GradScratch {
 };
 
 // delta = rowsum(dO o O) - dL: a vector of partial sums a row, whose lanes are then added for
-// several rows at once. Out of O, not as the sum of P o dP: the keys may be a part of those of O
-// and lse.
+// several rows at once.
 template <class K>
 void delta(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t block) {
   using T = typename K::T;
@@ -75,10 +77,11 @@ template <class K>
 void load_queries(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t q0,
                   int64_t rows, GradScratch<K>& w) {
   row_levels<K>(a, b, h, q0, rows, w.high, w.low);
-  const typename K::T* delta = (const typename K::T*)g.delta + (b * a.heads + h) * a.queries + q0;
+  const typename K::T* shift = (const typename K::T*)(w.whole ? g.grad_lse : g.delta);
+  if (shift) shift += (b * a.heads + h) * a.queries + q0;
   using X = typename K::X;
   for (int64_t r = 0; r < kRow; r += K::kLanes)
-    X::store(w.shift + r, r < rows ? load_up_to<X>(delta + r, rows - r) : X::zero());
+    X::store(w.shift + r, shift && r < rows ? load_up_to<X>(shift + r, rows - r) : X::zero());
   pack_query<K>(a, b, h, q0, rows, w.query);
   if (g.grad_out.data)
     pack_lanes<K>(row_of<K>(g.grad_out, b, h, q0), g.grad_out.row, rows, a.value_dim, w.grad_out);
@@ -152,6 +155,40 @@ void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScra
   }
 }
 
+// The same for one vector of queries whose delta is not known yet: first w.p = P and w.ds = dP. A
+// dropped pair counts as in O, so what is not finite there reaches its row.
+template <class K, bool kDropout, bool kPartial>
+void gradient_whole(int64_t lane, Range seen, typename K::T keep_scale, GradScratch<K>& w) {
+  using X = typename K::X;
+  using V = typename X::V;
+  const V high = X::load(w.high + lane), low = X::load(w.low + lane), kept = X::set(keep_scale);
+  typename K::T *const p = w.p + lane, *const ds = w.ds + lane;
+  V delta = X::sub(X::zero(), X::load(w.shift + lane));
+  for (int64_t n = seen.begin; n < seen.end; n++) {
+    V weight = exp_of<X>(X::sub(X::sub(X::load(p + n * kRow), high), low));
+    V grad = X::load(ds + n * kRow);
+    if constexpr (kDropout)
+      grad = X::mul(X::select(X::mask(w.keep[n] >> lane), kept, X::zero()), grad);
+    if constexpr (kPartial) {
+      const typename X::M visible = X::mask(w.bits[n] >> lane);
+      weight = X::select(visible, weight, X::zero());
+      grad = X::select(visible, grad, X::zero());
+    }
+    X::store(p + n * kRow, weight);
+    X::store(ds + n * kRow, grad);
+    delta = X::fma(weight, grad, delta);
+  }
+  X::store(w.shift + lane, delta);
+  for (int64_t n = seen.begin; n < seen.end; n++) {
+    const V weight = X::load(p + n * kRow);
+    V grad = X::mul(weight, X::sub(X::load(ds + n * kRow), delta));
+    if constexpr (kPartial) grad = X::select(X::mask(w.bits[n] >> lane), grad, X::zero());
+    X::store(ds + n * kRow, grad);
+    if constexpr (kDropout)
+      X::store(p + n * kRow, X::select(X::mask(w.keep[n] >> lane), weight, X::zero()));
+  }
+}
+
 template <class K, bool kDropout, bool kPartial>
 void gradient_rows(int64_t vectors, int64_t keys, double keep_scale, GradScratch<K>& w) {
   constexpr int kMost = K::X::kRegisters == 32 ? 4 : 1;
@@ -172,6 +209,8 @@ void gradient_rows(int64_t vectors, int64_t keys, double keep_scale, GradScratch
   };
   for_bands<K>(w.bands, keys, vectors, [&](Range seen, int64_t first, int64_t count) {
     int64_t i = first;
+    for (; w.whole && i < first + count; i++)
+      gradient_whole<K, kDropout, kPartial>(i * K::kLanes, seen, (typename K::T)keep_scale, w);
     for (; i + kMost <= first + count; i += kMost)
       gradient_lanes<K, kDropout, kPartial, false, kMost>(i * K::kLanes, seen,
                                                           (typename K::T)keep_scale, w);

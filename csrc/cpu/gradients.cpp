@@ -228,7 +228,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_lengths,
     const OptionalTensor& seed, OptionalString corner, OptionalSymInt window_left,
     OptionalSymInt window_right, double dropout_p, double scale, bool uniform_empty_rows,
-    c10::SymIntArrayRef origin, std::array<bool, 4> output_mask) {
+    c10::SymIntArrayRef origin, std::array<bool, 4> output_mask, bool all_keys) {
   std::vector<Tensor> keep;
   Groups<Attention> groups = describe(
       query, key, &value, mask, bias, key_lengths, seed,
@@ -245,6 +245,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   Groups<AttentionGrad> grads(groups.size());
   set(grads, &AttentionGrad::grad_out, grad_out, keep);
   set(grads, &AttentionGrad::delta, delta, keep);
+  for (AttentionGrad& grad : grads) grad.all_keys = all_keys;
   if (grad_lse) set(grads, &AttentionGrad::grad_lse, *grad_lse, keep);
   if (output_mask[0]) set(grads, &AttentionGrad::grad_query, grad_query, keep);
   if (output_mask[1]) set(grads, &AttentionGrad::grad_key, grad_key, keep);

@@ -109,7 +109,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_lengths,
     const OptionalTensor& seed, OptionalString corner, OptionalSymInt window_left,
     OptionalSymInt window_right, double dropout_p, double scale, bool uniform_empty_rows,
-    c10::SymIntArrayRef origin, std::array<bool, 4> output_mask) {
+    c10::SymIntArrayRef origin, std::array<bool, 4> output_mask, bool /*all_keys*/) {
   const c10::DeviceGuard guard(query.device());
   std::vector<Tensor> keep;
   Groups<Attention> groups = describe(

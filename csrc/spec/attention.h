@@ -79,6 +79,7 @@ struct AttentionGrad {
   Rows grad_query;            // [B, H, Lq, D], data = nullptr where it is not wanted; likewise:
   Rows grad_key, grad_value;  // [B, Hkv, Lk, D], [B, Hkv, Lk, Dv]
   Pairs grad_bias;            // strides of the bias' own shape (0 where it broadcasts)
+  bool all_keys = false;      // O and lse are the results for these keys, not for more
 };
 
 // The direction of a derivative, each like what it belongs to; data = nullptr: zero. With it a

@@ -327,9 +327,10 @@ def attention_backward(
     key_lengths: Tensor | None,
     seed: Tensor | None,
     output_mask: Sequence[bool],
+    all_keys: bool = False,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    """mha_ext::attention_backward on the emulator; groups one by one."""
+    """mha_ext::attention_backward on the emulator, which always reads out; groups one by one."""
     leaves = (query, key, value, bias)
     grads = [_grad_like(leaf, query, want) for leaf, want in zip(leaves, output_mask, strict=True)]
     operands = (query, key, value, mask, bias, key_lengths, seed)

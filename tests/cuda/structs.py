@@ -62,6 +62,7 @@ class AttentionGrad(ctypes.Structure):
         ("p", "grad_lse delta"),
         (Rows, "grad_query grad_key grad_value"),
         (Pairs, "grad_bias"),
+        ("bool", "all_keys"),
     )
 
 
