@@ -14,7 +14,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import FuncFormatter, NullLocator  # noqa: E402
+from matplotlib.ticker import FuncFormatter, LogFormatter, NullLocator  # noqa: E402
 
 # Okabe and Ito's colours. mha_ext is the same one everywhere.
 STYLES: dict[str, dict[str, Any]] = {
@@ -132,6 +132,13 @@ def _legend(
 def _per_cent(ax: Axes, top: float | None = None) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}%"))
     ax.set_ylim(0, top)
+
+
+def _amounts(ax: Axes) -> None:
+    """A logarithmic axis with plain numbers, between powers of ten too where it has few of them."""
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter(LogFormatter())
+    ax.yaxis.set_minor_formatter(LogFormatter())
 
 
 def _lengths(ax: Axes, lengths: Sequence[int]) -> None:
@@ -415,8 +422,7 @@ def _memory(content: Content, found: Found) -> Figure | None:
         ax.plot(*zip(*points, strict=True), **_style(name))
         x, y = points[-1]
         ax.annotate(f"{y:,.0f} MB", (x, y), xytext=(6, 4), textcoords="offset points", fontsize=9)
-    ax.set_yscale("log")
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    _amounts(ax)
     ax.set_xlabel("sequence length")
     ax.set_ylabel("extra memory at the peak, MB")
     ax.legend()
@@ -451,8 +457,7 @@ def _second_order(content: Content, found: Found) -> Figure | None:
                 if r["implementation"] == name
             )
             ax.plot(*zip(*points, strict=True), **_style(name))
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        _amounts(ax)
         ax.set_title(f"{titles[what]}, {dtype}")
         ax.set_xlabel("sequence length")
     axes[0][0].set_ylabel("ms")
