@@ -12,6 +12,7 @@ RESULTS/summary.txt and RESULTS/results.json are written after each step. Exit s
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -81,8 +82,9 @@ def steps(results: Path, isas: str, architectures: str) -> list[Step]:
         Step("wrappers", (*pytest, "tests/cuda/test_wrappers.py"), 60, needs="nvcc"),
         Step("test_gpu", (*pytest, "tests/cuda/test_gpu.py"), 100, after="build"),
     ]
-    contract = (*pytest, "--device", "cuda", "--cases", "40", "--continue-on-collection-errors")
-    found.append(Step("contract", (*contract, *contract_tests()), 120, after="build"))
+    contract = (*pytest, *several(), "--device", "cuda", "--continue-on-collection-errors")
+    threads = {"OMP_NUM_THREADS": "1"} if "-n" in contract else {}
+    found.append(Step("contract", (*contract, *contract_tests()), 150, threads, after="build"))
     # Without torch's cache each tensor is memory of its own, and torch's kernels are not looked at.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     chosen = (kernel_filter(), "kns=mha_ext")
@@ -96,6 +98,14 @@ def steps(results: Path, isas: str, architectures: str) -> list[Step]:
     bench += ("--minutes", "1.5", "--seconds", "0.7")
     found.append(Step("benchmarks", bench, 140, after="build"))
     return found
+
+
+def several() -> tuple[str, ...]:
+    """All cases in several processes, whose references take processors; else a part of the cases."""
+    processes = min(12, os.cpu_count() or 1)
+    if processes > 1 and importlib.util.find_spec("xdist"):
+        return ("-n", str(processes), "--dist", "loadfile")
+    return ("--cases", "40")
 
 
 def kernel_filter() -> str:

@@ -41,7 +41,7 @@ using Address = uint32_t;  // in bytes, from the start of the block's shared mem
 
 namespace mha_ext::cuda {
 
-extern __shared__ __align__(128) char shared_memory[];
+extern __shared__ __align__(1024) char shared_memory[];
 
 DEVICE uint32_t shared_window() { return (uint32_t)__cvta_generic_to_shared(shared_memory); }
 template <class T>
