@@ -9,6 +9,10 @@ namespace mha_ext::cuda {
 template <class S>
 const char* forward_of(const Attention& a, void* scratch, Stream stream);
 
+// Of 16-bit types on a GPU of compute capability 9.0, where hopper_takes(a).
+template <class S>
+const char* forward_hopper_of(const Attention& a, Stream stream);
+
 // Few queries leave most of a GPU idle, so their keys are cut into parts. The cut depends on the
 // lengths alone: a result does not depend on what else is in the batch.
 struct KeyParts {
@@ -21,6 +25,18 @@ HOST_DEVICE KeyParts key_parts(const Attention& a) {
   const int64_t count = max_of(1, min_of(limit, ceil_div(a.keys, kSize)));
   const int64_t size = max_of(kTile, ceil_div(ceil_div(a.keys, count), kTile) * kTile);
   return {max_of(1, ceil_div(a.keys, size)), size};
+}
+
+inline bool in_pieces(const Rows& rows, int64_t batch, int64_t heads) {
+  const int64_t strides = (batch > 1 ? rows.batch : 0) | (heads > 1 ? rows.head : 0) | rows.row;
+  return (uintptr_t)rows.data % 16 == 0 && strides % 8 == 0;
+}
+inline bool hopper_takes(const Attention& a) {
+  constexpr int64_t kFewQueries = 64;
+  return a.queries > kFewQueries && key_parts(a).count == 1 &&
+         max_of(a.head_dim, a.value_dim) <= 128 && in_pieces(a.query, a.batch, a.heads) &&
+         in_pieces(a.key, a.batch, a.kv_heads) && in_pieces(a.value, a.batch, a.kv_heads) &&
+         on_hopper();
 }
 
 // What parts leave, T [B H, parts, Lq, Dv] and [B H, parts, Lq, 2]: sums of P V, and the level and

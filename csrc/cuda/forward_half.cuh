@@ -40,59 +40,93 @@ DEVICE float level_of(float score) {
   return fmaxf(lowest, fminf(-lowest, level));
 }
 
-// Raises the levels of rows whose scores exceed them by more than 2^8, and rescales what they have;
-// S -> P, and P is added to l. Levels that stay save most passes over out, and cost no accuracy.
+// What a row's sums are multiplied by where its level has risen.
 template <class F>
-DEVICE void softmax_tile(float (&s)[F::kFragments][F::kColumns][4], RowState<F>& rows) {
-  // P = 2^((S - top) log2 e + ahead), top being the tile's own maximum: far from zero S log2 e and
-  // a rounded level differ by more than scores do.
-  float factor[F::kFragments][2], tops[F::kFragments][2], ahead[F::kFragments][2];
-  bool grew = false;
+struct Rise {
+  float factor[F::kFragments][2];
+  bool any;  // of this lane's rows
+};
+
+// Raises the levels of rows whose scores, s times `scale` > 0, exceed them by more than 2^8; S ->
+// P, and P is added to l. Levels that stay save most passes over out, and cost no accuracy.
+template <class F>
+DEVICE Rise<F> softmax_tile(float scale, float (&s)[F::kFragments][F::kColumns][4],
+                            RowState<F>& rows) {
+  constexpr float kNear = 128;
+  float tops[F::kFragments][2], ahead[F::kFragments][2];
+  Rise<F> rise;
+  rise.any = false;
+  bool far = false;
 #pragma unroll
   for (int m = 0; m < F::kFragments; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      float top = -INFINITY;
+      float top = -INFINITY, other = -INFINITY;
 #pragma unroll
-      for (int j = 0; j < F::kColumns; j++)
-        top = fmaxf(top, fmaxf(s[m][j][2 * half], s[m][j][2 * half + 1]));
+      for (int j = 0; j < F::kColumns; j++) {
+        top = fmaxf(top, s[m][j][2 * half]);
+        other = fmaxf(other, s[m][j][2 * half + 1]);
+      }
+      top = fmaxf(top, other);
       top = fmaxf(top, shuffle_xor(top, 1));
-      top = fmaxf(top, shuffle_xor(top, 2));
+      top = fmaxf(top, shuffle_xor(top, 2)) * scale;
       const float old = rows.level[m][half], level = level_of(top);
       const bool grows = level > old + 8;
-      factor[m][half] = grows ? exp2_approximate(old - level) : 1;
+      rise.factor[m][half] = grows ? exp2_approximate(old - level) : 1;
       if (grows) rows.level[m][half] = level;
-      // Exact up to there: what a rounded level lacks, l has.
-      const bool near = fabsf(level) < (1 << 24);
-      ahead[m][half] = near ? fmaf(top, kLog2E, -rows.level[m][half]) : level - rows.level[m][half];
+      rows.l[m][half] *= rise.factor[m][half];
+      rise.any |= grows;
       tops[m][half] = top;
       // Nothing is seen in this tile: -inf - -inf would be NaN.
-      if (top == -INFINITY) tops[m][half] = ahead[m][half] = 0;
-      rows.l[m][half] *= factor[m][half];
-      grew |= grows;
+      ahead[m][half] = top == -INFINITY ? 0 : -rows.level[m][half];
+      far |= top != -INFINITY && !(fabsf(top) < kNear);
     }
-  if (ballot(grew)) {
+  const bool careful = ballot(far) != 0;
+  if (careful) {
+    // P = 2^((S - top) log2 e + ahead), top being the tile's own maximum: far from zero S log2 e
+    // and a rounded level differ by more than scores do.
 #pragma unroll
     for (int m = 0; m < F::kFragments; m++)
 #pragma unroll
-      for (int n = 0; n < F::kWidth / 8; n++)
+      for (int half = 0; half < 2; half++) {
+        const float top = tops[m][half], level = level_of(top);
+        if (top != -INFINITY)  // exact up to there: what a rounded level lacks, l has
+          ahead[m][half] =
+              fabsf(level) < (1 << 24) ? fmaf(top, kLog2E, ahead[m][half]) : level + ahead[m][half];
+        const float from = top == -INFINITY ? 0 : top;
 #pragma unroll
-        for (int e = 0; e < 4; e++) rows.out[m][n][e] *= factor[m][e / 2];
+        for (int j = 0; j < F::kColumns; j++)
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; e++) s[m][j][e] = s[m][j][e] * scale - from;
+      }
   }
+  const float factor = careful ? kLog2E : scale * kLog2E;
 #pragma unroll
   for (int m = 0; m < F::kFragments; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      float sum = 0;
+      float sum = 0, other = 0;
 #pragma unroll
-      for (int j = 0; j < F::kColumns; j++)
-#pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; e++) {
-          s[m][j][e] = exp2_approximate(fmaf(s[m][j][e] - tops[m][half], kLog2E, ahead[m][half]));
-          sum += s[m][j][e];
-        }
-      rows.l[m][half] += sum;
+      for (int j = 0; j < F::kColumns; j++) {
+        float &x = s[m][j][2 * half], &y = s[m][j][2 * half + 1];
+        x = exp2_approximate(fmaf(x, factor, ahead[m][half]));
+        y = exp2_approximate(fmaf(y, factor, ahead[m][half]));
+        sum += x;
+        other += y;
+      }
+      rows.l[m][half] += sum + other;
     }
+  return rise;
+}
+template <class F>
+DEVICE void rescale(const Rise<F>& rise, RowState<F>& rows) {
+  if (!ballot(rise.any)) return;
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+    for (int n = 0; n < F::kWidth / 8; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) rows.out[m][n][e] *= rise.factor[m][e / 2];
 }
 
 // One tile of keys of one warp.
@@ -130,7 +164,7 @@ DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles
     partial |= ballot(hides) != 0;
   }
   if (partial) select_tile<F>(visible, -INFINITY, s);
-  softmax_tile<F>(s, rows);
+  rescale<F>(softmax_tile<F>(1, s, rows), rows);
   if (a.dropout.seed) {
     uint32_t kept[F::kFragments];
     kept_bits<F>(a, place.b, place.h, i0, k0, kept);
@@ -149,6 +183,49 @@ DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles
       multiply_across<S, F::kRowBytes, true>(p, F::value_tile(stage), columns, rows.out);
   if (ballot(dirty))
     add_nonfinite<S, F::kRowBytes, false>(p, visible, F::value_tile(stage), columns, rows.out);
+}
+
+template <class F>
+DEVICE void clear_rows(RowState<F>& rows) {
+  clear_fragments(rows.out);
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      rows.level[m][half] = -INFINITY;
+      rows.l[m][half] = 0;
+    }
+}
+
+// l of the whole row in each of its lanes.
+template <class F>
+DEVICE void add_lanes(RowState<F>& rows) {
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      rows.l[m][half] += shuffle_xor(rows.l[m][half], 1);
+      rows.l[m][half] += shuffle_xor(rows.l[m][half], 2);
+    }
+}
+
+// Out, lse and lse_low of rows that have seen all their keys.
+template <class F>
+DEVICE void store_rows(const Attention& a, const Place& place, int64_t row, int64_t i0,
+                       const RowState<F>& rows) {
+  using S = typename F::S;
+  float factor[F::kFragments][2];
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int64_t i = i0 + 16 * m + 8 * half + lane_id() / 4;
+      const float l = rows.l[m][half];
+      factor[m][half] = l != 0 ? (float)a.dropout.keep_scale / l : 0;
+      if (i < a.queries && lane_id() % 4 == 0)
+        store_lse<S>(a, row * a.queries + i, rows.level[m][half], l);
+    }
+  store_fragments<S>(a.out, place.b, place.h, i0, a.queries, (int)a.value_dim, factor, rows.out);
 }
 
 template <class F>
@@ -196,14 +273,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   int last = (int)max_of(tile, min_of(block.any_end, (place.part + 1) * part_tiles));
 
   RowState<F> rows;
-  clear_fragments(rows.out);
-#pragma unroll
-  for (int m = 0; m < F::kFragments; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      rows.level[m][half] = -INFINITY;
-      rows.l[m][half] = 0;
-    }
+  clear_rows<F>(rows);
   copy_rows<F::kRows, F::kRowBytes, F::kThreads>(0, head_rows<S>(a.query, place.b, place.h),
                                                  place.q0, (int)block_rows, (int)a.head_dim * 2);
   // Each turn fetches a tile of keys and computes the one before.
@@ -224,25 +294,9 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   }
   copy_wait<0>();
 
-#pragma unroll
-  for (int m = 0; m < F::kFragments; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float& l = rows.l[m][half];
-      l += shuffle_xor(l, 1);
-      l += shuffle_xor(l, 2);
-      const int64_t i = i0 + 16 * m + 8 * half + lane_id() / 4;
-      if (parts.count == 1 && i < a.queries && lane_id() % 4 == 0)
-        store_lse<S>(a, row * a.queries + i, rows.level[m][half], l);
-    }
+  add_lanes<F>(rows);
   if (parts.count == 1) {
-    float factor[F::kFragments][2];
-#pragma unroll
-    for (int m = 0; m < F::kFragments; m++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        factor[m][half] = rows.l[m][half] != 0 ? (float)a.dropout.keep_scale / rows.l[m][half] : 0;
-    store_fragments<S>(a.out, place.b, place.h, i0, a.queries, (int)a.value_dim, factor, rows.out);
+    store_rows<F>(a, place, row, i0, rows);
   } else {
     store_part<F>(a, place, i0, (row * parts.count + place.part) * a.queries, sums, rows);
   }

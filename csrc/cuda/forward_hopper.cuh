@@ -1,0 +1,423 @@
+// Forward for 16-bit types on GPUs of compute capability 9.0: what forward_half.cuh does, by
+// products of warpgroups (Shah et al. 2024). One warpgroup copies tiles; each of the others holds
+// 64 queries, and its products run while it and the others take exponentials: S of a tile is on its
+// way while P V of the tile before is.
+#pragma once
+#include "forward_half.cuh"
+#include "hopper.cuh"
+
+namespace mha_ext::cuda {
+
+template <class S_, int kWidth_, bool kPlain_>
+struct HopperForward {
+  using S = S_;
+  static constexpr bool kOwnsKeys = false;
+  static constexpr bool kPlain = kPlain_;  // no mask, bias or dropout, and scale > 0
+  static constexpr int kWidth = kWidth_;   // D and Dv are at most this
+#ifndef KEYS
+#define KEYS 128
+#endif
+  static constexpr int kKeys = kPlain && kWidth <= 64 ? KEYS : 128, kWords = kKeys / 64;
+  static constexpr int kFragments = 1, kColumns = kKeys / 8, kSteps = kKeys / 16;
+#ifndef CONSUMERS
+#define CONSUMERS 3
+#endif
+  static constexpr int kConsumers = kPlain && kWidth <= 64 ? CONSUMERS : 2;
+  static constexpr int kThreads = (1 + kConsumers) * kGroup;
+  // Of a thread: 65536 in all.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  static constexpr int kRows = 64 * kConsumers, kPanels = kWidth / 64, kStages = 2;
+#ifndef TURNS
+#define TURNS 1
+#endif
+  static constexpr bool kTurns = TURNS;
+  static constexpr int kTileBytes = kKeys * 2 * kWidth, kQueryBytes = kRows * 2 * kWidth;
+  static constexpr Address kFirst = kQueryBytes, kBarriers = kFirst + 2 * kStages * kTileBytes;
+  using Keys = Ring<kStages, kTileBytes, kFirst, kBarriers>;
+  using Values = Ring<kStages, kTileBytes, kFirst + kStages * kTileBytes, Keys::kEnd>;
+  using Queries = Ring<1, kQueryBytes, 0, Values::kEnd>;
+  // A byte for each of so many blocks of queries and each warp: what is to be done again.
+  static constexpr Address kAgain = Queries::kEnd;
+  static constexpr int kRemembered = 64, kSharedBytes = kAgain + kThreads / kWarp * kRemembered;
+  // 64 of the keys, as a word of visibility has them.
+  struct Half {
+    using S = S_;
+    static constexpr bool kOwnsKeys = false;
+    static constexpr int kFragments = 1, kColumns = 8, kSteps = 4, kKeys = 64;
+  };
+};
+template <class F>
+DEVICE float (&half_of(float (&s)[1][F::kColumns][4], int part))[1][8][4] {
+  return (float (&)[1][8][4])s[0][8 * part];
+}
+
+// What a block of threads goes over: blocks of queries, one after the other, and for each the tiles
+// of keys that any of its queries sees.
+struct HopperBlock {
+  int64_t row;
+  Place place;
+  int first, count;  // tiles of keys
+};
+template <class F>
+DEVICE HopperBlock hopper_block(const Attention& a, int64_t at) {
+  const int64_t tiles = ceil_div(a.queries, F::kRows);
+  HopperBlock of;
+  of.row = at / tiles;
+  const int64_t b = of.row / a.heads, h = of.row % a.heads;
+  // Later queries come first, since under a causal mask they see more keys.
+  of.place = {b, h, kv_head(a, h), (tiles - 1 - at % tiles) * F::kRows, 0};
+  const int64_t rows = min_of(F::kRows, a.queries - of.place.q0);
+  const SeenTiles seen = seen_tiles<F::kKeys>(a, b, of.place.q0, rows);
+  of.first = seen.any;
+  of.count = (int)max_of(0, seen.any_end - seen.any);
+  return of;
+}
+
+// Where a thread is in the rings.
+template <class F>
+struct Turns {
+  Turn<1> queries;
+  Turn<F::kStages> tiles;
+};
+
+// The producer's side: the queries, then keys and values of one tile after the other. Keys are
+// waited for before the place of values is: it becomes free an iteration later.
+template <class F>
+DEVICE void produce_tiles(const Attention& a, const HopperBlock& of, Turns<F>& turns) {
+  using S = typename F::S;
+  using Keys = typename F::Keys;
+  using Values = typename F::Values;
+  if (of.count == 0) return;
+  const int thread = thread_id();
+  const Place& place = of.place;
+  const HeadRows keys = head_rows<S>(a.key, place.b, place.kv);
+  const HeadRows values = head_rows<S>(a.value, place.b, place.kv);
+  F::Queries::wait_free(turns.queries);
+  copy_panels<F::kRows, F::kPanels>(0, head_rows<S>(a.query, place.b, place.h), place.q0,
+                                    (int)min_of(F::kRows, a.queries - place.q0),
+                                    (int)a.head_dim * 2, thread);
+  Turn<F::kStages>& turn = turns.tiles;
+  Turn<F::kStages> before = turn;
+#pragma unroll 1
+  for (int n = 0; n < of.count; n++) {
+    const int64_t k0 = (int64_t)(of.first + n) * F::kKeys;
+    const int count = (int)min_of(F::kKeys, a.keys - k0);
+    Keys::wait_free(turn);
+    copy_panels<F::kKeys, F::kPanels>(Keys::tile(turn), keys, k0, count, (int)a.head_dim * 2,
+                                      thread);
+    copy_commit();
+    if (n > 0) {
+      copy_wait<1>();
+      Values::filled(before);
+    }
+    copy_wait<0>();
+    if (n == 0) F::Queries::filled(turns.queries);
+    Keys::filled(turn);
+    Values::wait_free(turn);
+    copy_panels<F::kKeys, F::kPanels>(Values::tile(turn), values, k0, count, (int)a.value_dim * 2,
+                                      thread);
+    copy_commit();
+    before = turn;
+    turn.next();
+  }
+  copy_wait<0>();
+  Values::filled(before);
+  turns.queries.next();
+}
+
+// What a consumer has of a tile beside S: which pairs are visible, and whether not all are.
+template <class F>
+struct HopperPairs {
+  uint32_t visible[F::kWords];
+  bool partial;
+};
+
+// Hides what is not in the band of its row, nor below the number of keys: the columns of a lane
+// begin at 2 (lane % 4).
+template <class F>
+DEVICE void hide_outside_band(const Attention& a, int64_t b, int64_t i0, int64_t k0,
+                              float (&s)[1][F::kColumns][4]) {
+  int begin[2], end[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int64_t i = i0 + 8 * half + lane_id() / 4;
+    const Range seen = i < a.queries ? band_keys(a, b, i) : Range{0, 0};
+    begin[half] = (int)max_of(0, min_of(F::kKeys, seen.begin - k0)) - lane_id() % 4 * 2;
+    end[half] = (int)max_of(0, min_of(F::kKeys, seen.end - k0)) - lane_id() % 4 * 2;
+  }
+#pragma unroll
+  for (int j = 0; j < F::kColumns; j++)
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+      if (8 * j + e % 2 < begin[e / 2] || 8 * j + e % 2 >= end[e / 2]) s[0][j][e] = -INFINITY;
+}
+
+// The bits of what is visible; what is not becomes -inf, and the bias is added.
+template <class F>
+DEVICE void hide_pairs(const Attention& a, const Place& place, int64_t i0, int64_t k0,
+                       float (&s)[1][F::kColumns][4], uint32_t (&visible)[F::kWords]) {
+  using Half = typename F::Half;
+  const int count = (int)max_of(0, min_of(16, a.queries - i0));
+#pragma unroll
+  for (int part = 0; part < F::kWords; part++) {
+    uint32_t bits[1];
+    fragment_bits<Half>(visible_word(a, place.b, place.h, i0, count, k0 + 64 * part, 64), bits);
+    if constexpr (!F::kPlain)
+      if (a.bias.data)
+        add_bias_tile<Half>(a, place.b, place.h, i0, k0 + 64 * part, half_of<F>(s, part), bits);
+    select_tile<Half>(bits, -INFINITY, half_of<F>(s, part));
+    visible[part] = bits[0];
+  }
+}
+
+// S -> P of one tile, as forward_tile does it. kCare: with the bits of what is visible.
+template <class F, bool kCare>
+DEVICE Rise<F> hopper_softmax(const Attention& a, const HopperBlock& of, const SeenTiles& seen,
+                              int64_t i0, int tile, float (&s)[1][F::kColumns][4],
+                              RowState<F>& rows, HopperPairs<F>& pairs) {
+  using Half = typename F::Half;
+  const Place& place = of.place;
+  const int64_t k0 = (int64_t)tile * F::kKeys;
+  float scale = (float)a.scale;
+  if constexpr (!F::kPlain) {
+#pragma unroll
+    for (int j = 0; j < F::kColumns; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) s[0][j][e] *= scale;
+    scale = 1;
+  }
+  pairs.partial = tile < seen.all || tile >= seen.all_end;
+  if constexpr (!F::kPlain) pairs.partial |= a.mask.data || a.bias.data;
+#pragma unroll
+  for (int part = 0; part < F::kWords; part++) pairs.visible[part] = ~0u;
+  if (pairs.partial) {
+    if constexpr (F::kPlain && !kCare)
+      hide_outside_band<F>(a, place.b, i0, k0, s);
+    else
+      hide_pairs<F>(a, place, i0, k0, s, pairs.visible);
+  }
+  const Rise<F> rise = softmax_tile<F>(scale, s, rows);
+  if constexpr (!F::kPlain)
+    if (a.dropout.seed)
+#pragma unroll
+      for (int part = 0; part < F::kWords; part++) {
+        uint32_t kept[1];
+        kept_bits<Half>(a, place.b, place.h, i0, k0 + 64 * part, kept);
+        select_tile<Half>(kept, 0, half_of<F>(s, part));
+      }
+  return rise;
+}
+
+// All tiles of one consumer; whether any was only partly visible.
+template <class F>
+DEVICE bool consume_tiles(const Attention& a, const HopperBlock& of, const SeenTiles& seen,
+                          int64_t i0, Turns<F>& turns, RowState<F>& rows) {
+  using S = typename F::S;
+  using Keys = typename F::Keys;
+  using Values = typename F::Values;
+  const int row = (warp_id() / 4 - 1) * 64;
+  float s[1][F::kColumns][4];
+  uint32_t p[1][F::kSteps][4];
+  Turn<F::kStages>& turn = turns.tiles;
+  HopperPairs<F> pairs;
+  bool partial = false;
+  clear_fragments(s);
+
+  // While one warpgroup has its products, the other has its exponentials.
+  constexpr int kLast = F::kConsumers;
+  const int own = warp_id() / 4, next = own == kLast ? 1 : own + 1;
+  if (F::kTurns && own == kLast) arrive_some(1, 2 * kGroup);
+  F::Queries::wait_full(turns.queries);
+  Keys::wait_full(turn);
+  if (F::kTurns) sync_some(own, 2 * kGroup);
+  start_rows<S, F::kRows, F::kKeys, F::kWidth>(0, row, Keys::tile(turn), s[0]);
+  if (F::kTurns && (own < kLast || of.count > 1)) arrive_some(next, 2 * kGroup);
+  wait_products<0>();
+  pin(s[0]);
+  Keys::left(turn);
+  if (of.count == 1) F::Queries::left(turns.queries);
+  hopper_softmax<F, false>(a, of, seen, i0, of.first, s, rows,
+                           pairs);  // nothing is there to rescale
+  partial |= pairs.partial;
+  round_fragments<S>(s, p);
+  Turn<F::kStages> before = turn;
+  turn.next();
+#pragma unroll 1
+  for (int n = 1; n < of.count; n++) {
+    Keys::wait_full(turn);
+    if (F::kTurns) sync_some(own, 2 * kGroup);
+    start_rows<S, F::kRows, F::kKeys, F::kWidth>(0, row, Keys::tile(turn), s[0]);
+    Values::wait_full(before);
+    start_across<S, F::kKeys>(p[0], Values::tile(before), rows.out[0]);
+    if (F::kTurns && (own < kLast || n + 1 < of.count)) arrive_some(next, 2 * kGroup);
+    wait_products<1>();
+    pin(s[0]);
+    Keys::left(turn);
+    if (n + 1 == of.count) F::Queries::left(turns.queries);
+    const Rise<F> rise = hopper_softmax<F, false>(a, of, seen, i0, of.first + n, s, rows, pairs);
+    partial |= pairs.partial;
+    settle(rows.l[0][0] + rows.l[0][1]);  // the exponentials come before the wait
+    wait_products<0>();
+    pin(rows.out[0]);
+    pin(p[0]);
+    Values::left(before);
+    rescale<F>(rise, rows);
+    round_fragments<S>(s, p);
+    before = turn;
+    turn.next();
+  }
+  Values::wait_full(before);
+  start_across<S, F::kKeys>(p[0], Values::tile(before), rows.out[0]);
+  wait_products<0>();
+  pin(rows.out[0]);
+  Values::left(before);
+  turns.queries.next();
+  return partial;
+}
+
+// The same with care, one product after the other: hidden pairs have P = 0, but 0 * NaN is NaN.
+template <class F>
+DEVICE void consume_with_care(const Attention& a, const HopperBlock& of, const SeenTiles& seen,
+                              int64_t i0, Turns<F>& turns, RowState<F>& rows) {
+  using S = typename F::S;
+  using Keys = typename F::Keys;
+  using Values = typename F::Values;
+  const int row = (warp_id() / 4 - 1) * 64;
+  float s[1][F::kColumns][4];
+  uint32_t p[1][F::kSteps][4];
+  Turn<F::kStages>& turn = turns.tiles;
+  HopperPairs<F> pairs;
+  clear_fragments(s);
+  F::Queries::wait_full(turns.queries);
+#pragma unroll 1
+  for (int n = 0; n < of.count; n++, turn.next()) {
+    Keys::wait_full(turn);
+    start_rows<S, F::kRows, F::kKeys, F::kWidth>(0, row, Keys::tile(turn), s[0]);
+    wait_products<0>();
+    pin(s[0]);
+    Keys::left(turn);
+    rescale<F>(hopper_softmax<F, true>(a, of, seen, i0, of.first + n, s, rows, pairs), rows);
+    round_fragments<S>(s, p);
+    Values::wait_full(turn);
+#pragma unroll
+    for (int part = 0; part < F::kWords; part++)
+#pragma unroll
+      for (int panel = 0; panel < F::kPanels; panel++) {
+        const Address tile = Values::tile(turn) +
+                             (Address)(panel * F::kKeys * kPanelBytes + 64 * part * kPanelBytes);
+        const int columns = (int)a.value_dim - 64 * panel;
+        auto& out = (float (&)[1][8][4])rows.out[0][8 * panel];
+        const auto& x = (const uint32_t (&)[1][4][4])p[0][4 * part];
+        const uint32_t visible[1] = {pairs.visible[part]};
+        const bool dirty = multiply_across<S, kPanelBytes, true>(x, tile, columns, out);
+        if (ballot(dirty)) add_nonfinite<S, kPanelBytes, false>(x, visible, tile, columns, out);
+      }
+    Values::left(turn);
+  }
+  F::Queries::left(turns.queries);
+  turns.queries.next();
+}
+
+template <class F>
+DEVICE bool all_finite(const RowState<F>& rows) {
+  float zero = 0;
+#pragma unroll
+  for (int n = 0; n < F::kWidth / 8; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) zero = fmaf(rows.out[0][n][e], 0.0f, zero);
+  return zero == 0;
+}
+
+// Every block of threads takes every gridDim.x-th block of queries, so that the next ones arrive
+// while the last ones are stored.
+template <class F>
+__global__ void LAUNCH_BOUNDS(F::kThreads, 1)
+    forward_hopper_kernel(const GRID_CONSTANT Attention a, int64_t blocks) {
+#ifdef MHA_EXT_HOPPER_CODE
+  if (thread_id() == 0) {
+    F::Keys::init(4 * F::kConsumers);
+    F::Values::init(4 * F::kConsumers);
+    F::Queries::init(4 * F::kConsumers);
+  }
+  for (int i = thread_id(); i < F::kThreads / kWarp * F::kRemembered; i += F::kThreads)
+    store_shared<uint8_t>(F::kAgain + i, 0);
+  sync_block();
+  const auto again = [](int warp, int turn) {
+    return F::kAgain + (Address)(warp * F::kRemembered + turn % F::kRemembered);
+  };
+  // What a hidden pair may have spoilt is done again, with care; that costs nothing where all is
+  // well.
+  const auto needs_care = [&](int turn) {
+    bool found = false;
+    for (int warp = 4; warp < F::kThreads / kWarp; warp++)
+      found |= load_shared<uint8_t>(again(warp, turn)) != 0;
+    return found;
+  };
+  Turns<F> turns;
+  if (warp_id() < 4) {
+    give_registers<F::kProducerRegisters>();
+#pragma unroll 1
+    for (int64_t at = blockIdx.x; at < blocks; at += gridDim.x)
+      produce_tiles<F>(a, hopper_block<F>(a, at), turns);
+    if (!sync_block_or(false)) return;
+    int turn = 0;
+#pragma unroll 1
+    for (int64_t at = blockIdx.x; at < blocks; at += gridDim.x)
+      if (needs_care(turn++)) produce_tiles<F>(a, hopper_block<F>(a, at), turns);
+    return;
+  }
+  take_registers<F::kConsumerRegisters>();
+  RowState<F> rows;
+  bool spoilt = false;
+  int turn = 0;
+#pragma unroll 1
+  for (int64_t at = blockIdx.x; at < blocks; at += gridDim.x, turn++) {
+    const HopperBlock of = hopper_block<F>(a, at);
+    const int64_t i0 = of.place.q0 + (warp_id() - 4) * 16;
+    const SeenTiles seen = seen_tiles<F::kKeys>(a, of.place.b, i0, min_of(16, a.queries - i0));
+    clear_rows<F>(rows);
+    if (of.count > 0 && consume_tiles<F>(a, of, seen, i0, turns, rows) &&
+        ballot(!all_finite<F>(rows))) {
+      spoilt = true;
+      if (lane_id() == 0) store_shared<uint8_t>(again(warp_id(), turn), 1);
+    }
+    add_lanes<F>(rows);
+    store_rows<F>(a, of.place, of.row, i0, rows);
+  }
+  if (!sync_block_or(spoilt)) return;
+  turn = 0;
+#pragma unroll 1
+  for (int64_t at = blockIdx.x; at < blocks; at += gridDim.x) {
+    if (!needs_care(turn++)) continue;
+    const HopperBlock of = hopper_block<F>(a, at);
+    if (of.count == 0) continue;
+    const int64_t i0 = of.place.q0 + (warp_id() - 4) * 16;
+    const SeenTiles seen = seen_tiles<F::kKeys>(a, of.place.b, i0, min_of(16, a.queries - i0));
+    clear_rows<F>(rows);
+    consume_with_care<F>(a, of, seen, i0, turns, rows);
+    add_lanes<F>(rows);
+    store_rows<F>(a, of.place, of.row, i0, rows);
+  }
+#endif
+}
+
+template <class F>
+const char* run_forward_hopper(const Attention& a, Stream stream) {
+  const int64_t blocks = ceil_div(a.queries, F::kRows) * a.batch * a.heads;
+  return launch(forward_hopper_kernel<F>, {min_of(blocks, processors()), 1}, F::kThreads,
+                F::kSharedBytes, stream, a, blocks);
+}
+template <class S, int kWidth>
+const char* by_options(const Attention& a, Stream stream) {
+  if (a.mask.data || a.bias.data || a.dropout.seed || !((float)a.scale > 0))
+    return run_forward_hopper<HopperForward<S, kWidth, false>>(a, stream);
+  return run_forward_hopper<HopperForward<S, kWidth, true>>(a, stream);
+}
+template <class S>
+const char* forward_hopper(const Attention& a, Stream stream) {
+  if (max_of(a.head_dim, a.value_dim) <= 64) return by_options<S, 64>(a, stream);
+  return by_options<S, 128>(a, stream);
+}
+
+}  // namespace mha_ext::cuda
