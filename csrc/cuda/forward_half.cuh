@@ -16,6 +16,7 @@ struct HalfForward {
   static constexpr int kWidth = kWidth_;  // D and Dv are at most this
   static constexpr int kFragments = kWidth <= 64 ? 2 : 1, kKeys = kWidth <= 128 ? 64 : 32;
   static constexpr int kThreads = 128, kRows = kThreads / kWarp * 16 * kFragments;
+  static constexpr int kQueries = kRows;
   static constexpr int kColumns = kKeys / 8, kSteps = kKeys / 16;
   static constexpr int kRowBytes = 2 * kWidth, kTileBytes = kKeys * kRowBytes;
   static constexpr int kSharedBytes = kRows * kRowBytes + 4 * kTileBytes;
@@ -98,7 +99,7 @@ DEVICE void softmax_tile(float (&s)[F::kFragments][F::kColumns][4], RowState<F>&
 // One tile of keys of one warp.
 template <class F>
 DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles& seen, int64_t i0,
-                         int tile, RowState<F>& rows) {
+                         int tile, bool bias_copied, RowState<F>& rows) {
   using S = typename F::S;
   if (tile < seen.any || tile >= seen.any_end) return;
   const int64_t k0 = (int64_t)tile * F::kKeys;
@@ -126,7 +127,8 @@ DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles
 #pragma unroll
       for (int e = 0; e < 4; e++) s[m][j][e] *= scale;
   if (a.bias.data) {
-    const bool hides = add_bias_tile<F>(a, place.b, place.h, i0, k0, s, visible);
+    const bool hides = bias_copied ? add_copied_bias<F>(bias_tile<F>(stage), s, visible)
+                                   : add_bias_tile<F>(a, place.b, place.h, i0, k0, s, visible);
     partial |= ballot(hides) != 0;
   }
   if (partial) select_tile<F>(visible, -INFINITY, s);
@@ -180,8 +182,8 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     forward_half_kernel(const GRID_CONSTANT Attention a, const PartialSums<float> sums,
                         const KeyParts parts) {
   using S = typename F::S;
-  const int64_t row = grid_row();
-  if (row >= a.batch * a.heads) return;
+  if (grid_row() >= a.batch * a.heads) return;
+  const int64_t row = bias_row(a, grid_row(), a.heads);
   const Place place = place_of(a, row, F::kRows, parts.count);
   const int64_t block_rows = min_of(F::kRows, a.queries - place.q0);
   const int64_t i0 = place.q0 + warp_id() * 16 * F::kFragments;
@@ -195,6 +197,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   int tile = (int)max_of(block.any, place.part * part_tiles);
   int last = (int)max_of(tile, min_of(block.any_end, (place.part + 1) * part_tiles));
 
+  const bool bias_copied = bias_is_copied<F>(a);
   RowState<F> rows;
   clear_fragments(rows.out);
 #pragma unroll
@@ -218,9 +221,11 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
                                                      (int)a.head_dim * 2);
       copy_rows<F::kKeys, F::kRowBytes, F::kThreads>(F::value_tile(stage), values, k0, count,
                                                      (int)a.value_dim * 2);
+      if (bias_copied)
+        copy_pairs<F>(a, a.bias, place.b, place.h, place.q0, k0, bias_tile<F>(stage));
     }
     copy_commit();
-    if (next > tile) forward_tile<F>(a, place, seen, i0, next - 1, rows);
+    if (next > tile) forward_tile<F>(a, place, seen, i0, next - 1, bias_copied, rows);
   }
   copy_wait<0>();
 
@@ -255,8 +260,18 @@ const char* forward_half(const Attention& a, void* scratch, Stream stream) {
   const PartialSums<float> sums = partial_sums<float>(a, scratch);
   const int64_t tiles = ceil_div(a.queries, F::kRows);
   const char* error = launch(forward_half_kernel<F>, {tiles * parts.count, a.batch * a.heads},
-                             F::kThreads, F::kSharedBytes, stream, a, sums, parts);
+                             F::kThreads, shared_bytes<F>(a), stream, a, sums, parts);
   return error ? error : finish_rows<S>(a, sums, parts, stream);
+}
+
+template <class S>
+const char* forward_of_half(const Attention& given, void* scratch, Stream stream) {
+  Attention a = given;
+  if (const char* error = pack_mask(a, scratch, stream)) return error;
+  const int64_t width = max_of(a.head_dim, a.value_dim);
+  if (width <= 64) return forward_half<S, 64>(a, scratch, stream);
+  if (width <= 128) return forward_half<S, 128>(a, scratch, stream);
+  return forward_half<S, 256>(a, scratch, stream);
 }
 
 }  // namespace mha_ext::cuda

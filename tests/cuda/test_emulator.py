@@ -258,8 +258,8 @@ PAST_THE_END = {
     "rows": ("rows.cuh", "const int n = r < rows ? valid : 0;", "const int n = valid;"),
     "mask": (
         "pairs.cuh",
-        "const bool low_exists = k0 + lane < a.keys && lane < keys;",
-        "const bool low_exists = true;",
+        "const bool low_exists = lane < exist,",
+        "const bool low_exists = true,",
     ),
     "out": (
         "half.cuh",
