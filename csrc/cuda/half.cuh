@@ -207,6 +207,7 @@ DEVICE bool add_bias_tile(const Attention& a, int64_t b, int64_t h, int64_t row0
   for (int half = 0; half < 2 * F::kFragments; half++) {
     const int64_t from = first + 8 * half * down;
     const int count = 8 * half < rows ? columns : 0;
+    if (half) sync_warp();  // one row at a time: registers are scarce
     float bias[F::kColumns][2];
     const auto read = [&](auto item) {
 #pragma unroll
