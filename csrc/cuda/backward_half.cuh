@@ -372,14 +372,23 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, F::kBlocks)
 #pragma unroll 1
   for (int next = 0; next <= count; next++) {
     copy_wait<0>();
-    sync_block();  // the tile before is there, and the place of the next is free
+    at.stage = (next & 1) ^ 1;
+    bool dirty = false;
+    if (next > 0 && tile_may_hide(a, of.block, at.tile)) {
+      if constexpr (F::kScores)
+        dirty |= copied_nonfinite<F, F::kOthers>(F::score_tile(at.stage), (int)a.head_dim);
+      if constexpr (F::kValues)
+        dirty |= copied_nonfinite<F, F::kOthers>(F::value_tile(at.stage), (int)a.value_dim);
+    }
+    // The tile before is there, and the place of the next is free.
+    dirty = sync_block_or(dirty);
     const HalfPlace to = of.after(at);
     if (next < count)
       copy_others<F>(a, g, b, to.h, of.block0, (int64_t)to.tile * F::kOthers, next & 1);
     copy_commit();
-    at.stage = (next & 1) ^ 1;
     HalfPairs<F> pairs;
     if (next > 0 && half_gradient<F>(a, at, of.seen, own, pairs)) {
+      if (!dirty) pairs.partial = false;
       if constexpr (F::kValues)
         add_tile<F>(pairs.z, pairs.partial, pairs.visible, F::value_tile(at.stage),
                     (int)a.value_dim, value_sum);

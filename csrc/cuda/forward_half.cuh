@@ -96,10 +96,10 @@ DEVICE void softmax_tile(float (&s)[F::kFragments][F::kColumns][4], RowState<F>&
     }
 }
 
-// One tile of keys of one warp.
+// One tile of keys of one warp; finite: its values are.
 template <class F>
 DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles& seen, int64_t i0,
-                         int tile, bool bias_copied, RowState<F>& rows) {
+                         int tile, bool finite, bool bias_copied, RowState<F>& rows) {
   using S = typename F::S;
   if (tile < seen.any || tile >= seen.any_end) return;
   const int64_t k0 = (int64_t)tile * F::kKeys;
@@ -142,6 +142,7 @@ DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles
   uint32_t p[F::kFragments][F::kSteps][4];
   round_fragments<S>(s, p);
   const int columns = (int)a.value_dim;
+  if (finite) partial = false;
   if (!partial) {
     multiply_across<S, F::kRowBytes, false>(p, F::value_tile(stage), columns, rows.out);
     return;
@@ -213,7 +214,10 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
 #pragma unroll 1
   for (int next = tile; next <= last; next++) {
     copy_wait<0>();
-    sync_block();  // the tile before is there, and the place of the next is free
+    const bool dirty = next > tile && tile_may_hide(a, block, next - 1) &&
+                       copied_nonfinite<F, F::kKeys>(F::value_tile(next & 1 ^ 1), (int)a.value_dim);
+    // The tile before is there, and the place of the next is free.
+    const bool finite = !sync_block_or(dirty);
     if (next < last) {
       const int64_t k0 = (int64_t)next * F::kKeys;
       const int count = (int)min_of(F::kKeys, a.keys - k0), stage = next & 1;
@@ -225,7 +229,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
         copy_pairs<F>(a, a.bias, place.b, place.h, place.q0, k0, bias_tile<F>(stage));
     }
     copy_commit();
-    if (next > tile) forward_tile<F>(a, place, seen, i0, next - 1, bias_copied, rows);
+    if (next > tile) forward_tile<F>(a, place, seen, i0, next - 1, finite, bias_copied, rows);
   }
   copy_wait<0>();
 

@@ -250,6 +250,28 @@ DEVICE void select_tile(const uint32_t (&bits)[F::kFragments], float otherwise,
         if (!(bits[m] >> (e / 2 * 16 + 2 * j + e % 2) & 1)) s[m][j][e] = otherwise;
 }
 
+// Whether something that this thread has copied of a tile, as copy_rows does, is not finite; to be
+// asked when its copies have arrived, and before the barrier for those of the others.
+template <class F, int kRows>
+DEVICE bool copied_nonfinite(Address tile, int columns) {
+  constexpr int kPieces = F::kRowBytes / 16, kStep = F::kThreads / kPieces;
+  constexpr uint32_t kBelow = 0x8000 - kExponent<typename F::S>;  // such numbers reach the sign
+  const int p = thread_id() % kPieces, r0 = thread_id() / kPieces;
+  if (p * 8 >= (columns + 15) / 16 * 16) return false;
+  uint32_t found = 0;
+#pragma unroll
+  for (int i = 0; i < kRows / kStep; i++) {
+    const auto x = load_shared<Bytes16>(tile + swizzled<F::kRowBytes>(r0 + i * kStep, p));
+#pragma unroll
+    for (int w = 0; w < 4; w++) found |= (x.word[w] & 0x7fff7fff) + kBelow * 0x10001;
+  }
+  return found & 0x80008000;
+}
+// Whether a pair of a tile may be hidden; of `all` tiles lengths and band hide none.
+DEVICE bool tile_may_hide(const Attention& a, const SeenTiles& all, int tile) {
+  return a.mask.data || a.bias.data || tile < all.all || tile >= all.all_end;
+}
+
 // Rows row0 + 16 m + 8 half + g of a head, below `rows`: c times the factor of the row.
 template <class S, int kFragments, int kColumns>
 DEVICE void store_fragments(const Rows& to, int64_t b, int64_t h, int64_t row0, int64_t rows,

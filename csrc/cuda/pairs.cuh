@@ -142,10 +142,12 @@ DEVICE uint32_t kept_group(const Attention& a, int64_t b, int64_t h, int64_t i, 
   const Philox<uint32_t> random = philox<uint32_t>(
       (uint32_t)group, (uint32_t)(a.origin.query + i), (uint32_t)(a.origin.head + h),
       (uint32_t)(a.origin.batch + b), (uint32_t)a.dropout.seed[0], (uint32_t)a.dropout.seed[1]);
+  const uint32_t threshold = a.dropout.threshold << 16;  // 16 bits each: compared as high halves
   uint32_t kept = 0;
+#pragma unroll
   for (int w = 0; w < 4; w++) {
-    kept |= (uint32_t)((random.word[w] & 0xffff) >= a.dropout.threshold) << (2 * w);
-    kept |= (uint32_t)((random.word[w] >> 16) >= a.dropout.threshold) << (2 * w + 1);
+    kept |= random.word[w] << 16 >= threshold ? 1u << 2 * w : 0;
+    kept |= random.word[w] >= threshold ? 2u << 2 * w : 0;
   }
   return kept;
 }
@@ -157,6 +159,14 @@ DEVICE uint64_t kept_word(const Attention& a, int64_t b, int64_t h, int64_t i, i
   const int64_t first = a.origin.key + k0;
   const int offset = (int)(first & 7);  // keys of the first group that come before the tile
   uint64_t word = 0;
+  if (offset == 0 && keys == 64) {  // both groups of a lane at the same time
+    const int group = lane_id() % 4;
+    const uint32_t low = kept_group(a, b, h, i, (first >> 3) + group),
+                   high = kept_group(a, b, h, i, (first >> 3) + group + 4);
+    word = (uint64_t)(high << 8 * group) << 32 | low << 8 * group;
+    word |= shuffle_xor(word, 1);
+    return word | shuffle_xor(word, 2);
+  }
 #pragma unroll 1
   for (int group = lane_id() % 4; group * 8 < keys + offset; group += 4) {
     const uint64_t kept = kept_group(a, b, h, i, (first >> 3) + group);
@@ -171,6 +181,8 @@ DEVICE uint64_t kept_word(const Attention& a, int64_t b, int64_t h, int64_t i, i
 DEVICE uint32_t kept_half_word(const Attention& a, int64_t b, int64_t h, int64_t i, int64_t k0) {
   const int64_t first = a.origin.key + k0;
   const int offset = (int)(first & 7);
+  if (offset == 0)
+    return kept_group(a, b, h, i, first >> 3) | kept_group(a, b, h, i, (first >> 3) + 1) << 8;
   uint32_t word = 0;
 #pragma unroll 1
   for (int group = 0; group * 8 < 16 + offset; group++)
