@@ -48,7 +48,11 @@ def tensors(dtype: torch.dtype, queries: int, keys: int, width: int) -> tuple[Te
 
 
 def results(
-    dtype: torch.dtype, sizes: tuple[int, int], mask: Tensor | None, bias: Tensor | None, **more: int
+    dtype: torch.dtype,
+    sizes: tuple[int, int],
+    mask: Tensor | None,
+    bias: Tensor | None,
+    **more: int,
 ) -> list[Tensor | None]:
     """out, lse and the gradients on the emulator; out is compared with that of the CPU."""
     q, k, v = tensors(dtype, *sizes, more.get("width", 24))
