@@ -34,7 +34,7 @@ BUDGETS = [
     (r"weights_half_kernel", 168),
     (r"weights_kernel", 128),
     (
-        r"upload_kernel|combine_kernel|uniform_rows_kernel|delta_(tangent_)?kernel|bias_finish_kernel|constant_bias_kernel",
+        r"upload_kernel|pack_mask_kernel|combine_kernel|uniform_rows_kernel|delta_(tangent_)?kernel|bias_finish_kernel|constant_bias_kernel",
         64,
     ),
 ]

@@ -1,5 +1,6 @@
 // Backward: the kernels of each dtype are in the sources beside this one.
 #include "backward.cuh"
+#include "mask.cuh"
 
 namespace mha_ext::cuda {
 
@@ -17,10 +18,13 @@ const char* backward_of<Float16>(const Attention& a, const AttentionGrad& g, voi
                                  Stream stream);
 
 int64_t backward_scratch_bytes(const Attention& a, const AttentionGrad& g) {
-  if (!bias_is_summed(a, g.grad_bias)) return 0;
+  const bool half = a.dtype == DType::kBFloat16 || a.dtype == DType::kFloat16;
+  const int64_t mask = half ? packed_mask_bytes(a) : 0;
+  if (!bias_is_summed(a, g.grad_bias)) return mask;
   const BiasPlan plan = bias_plan(a, g.grad_bias);
-  if (!bias_in_chunks(a, plan, g.grad_bias)) return 0;
-  return owner_count(plan) * plan.chunks * kTile * kTile * (a.dtype == DType::kFloat64 ? 8 : 4);
+  if (!bias_in_chunks(a, plan, g.grad_bias)) return mask;
+  return mask +
+         owner_count(plan) * plan.chunks * kTile * kTile * (a.dtype == DType::kFloat64 ? 8 : 4);
 }
 
 const char* backward(const Attention& a, const AttentionGrad& g, void* scratch, Stream stream) {

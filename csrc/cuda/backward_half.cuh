@@ -21,6 +21,7 @@ struct HalfBackward {
   static constexpr bool kWeights = kWeights_;                    // dP is given
   static constexpr int kWidth = kWidth_, kFragments = 1;         // D and Dv are at most kWidth
   static constexpr int kThreads = 128, kRows = 64;
+  static constexpr int kBlocks = kWidth <= 64 && !kOwnsKeys ? 3 : 1;  // of a multiprocessor
   static constexpr int kOthers = kWidth <= 64 ? 64 : kWidth <= 128 ? 32 : 16;  // rows of a tile
   static constexpr int kColumns = kOthers / 8, kSteps = kOthers / 16;
   static constexpr int kRowBytes = 2 * kWidth, kOwnBytes = kRows * kRowBytes;
@@ -36,10 +37,9 @@ struct HalfBackward {
   DEVICE_MEMBER static Address numbers(int stage) {
     return (Address)(kOwnTiles * kOwnBytes + 4 * kTileBytes + stage * kNumberBytes);
   }
-  // A tile of dP.
+  // A tile of pairs.
   static constexpr int kQueries = kOwnsKeys ? kOthers : kRows, kKeys = kOwnsKeys ? kRows : kOthers;
-  static constexpr int kPairBytes = 128;  // of a row, which may be less than full
-  static_assert(kQueries * kPairBytes <= kTileBytes);
+  static_assert(!kWeights || kQueries * kPairBytes <= kTileBytes);
 };
 
 // P = exp(S - lse - low), dS = P (dP - delta). S - lse comes first: lse log2 e may overflow.
@@ -106,21 +106,10 @@ DEVICE bool visible_pairs(const Attention& a, const HalfPlace& at, const SeenTil
 template <class F>
 DEVICE void load_pairs(Address tile, float (&dp)[1][F::kColumns][4]) {
   using S = typename F::S;
-  const int r = lane_id() % 8, half = lane_id() / 8 % 2, next = lane_id() / 16;
-#pragma unroll
-  for (int j = 0; j < F::kColumns; j += 2) {
-    uint32_t x[4];  // of the rows 8 half + g, two columns each, of the fragments j and j + 1
-    if constexpr (F::kOwnsKeys)
-      load_matrices_transposed(
-          x, tile + swizzled<F::kPairBytes>(8 * (j + next) + r, 2 * warp_id() + half));
-    else
-      load_matrices(x, tile + swizzled<F::kPairBytes>(16 * warp_id() + 8 * half + r, j + next));
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      dp[0][j + i / 2][i % 2 * 2] = widen(S{(uint16_t)x[i]});
-      dp[0][j + i / 2][i % 2 * 2 + 1] = widen(S{(uint16_t)(x[i] >> 16)});
-    }
-  }
+  for_each_copied<F>(tile, [&](int m, int j, int half, uint32_t pair) {
+    dp[m][j][2 * half] = widen(S{(uint16_t)pair});
+    dp[m][j][2 * half + 1] = widen(S{(uint16_t)(pair >> 16)});
+  });
 }
 
 struct alignas(8) TwoNumbers {
@@ -143,7 +132,9 @@ DEVICE bool half_gradient(const Attention& a, const HalfPlace& at, const SeenTil
 #pragma unroll
     for (int e = 0; e < 4; e++) p[0][j][e] *= scale;
   if (a.bias.data) {
-    const bool hides = add_bias_tile<F>(a, at.b, at.h, at.own0(), other0, p, pairs.visible);
+    const bool hides = bias_is_copied<F>(a)
+                           ? add_copied_bias<F>(bias_tile<F>(at.stage), p, pairs.visible)
+                           : add_bias_tile<F>(a, at.b, at.h, at.own0(), other0, p, pairs.visible);
     pairs.partial |= ballot(hides) != 0;
   }
   if constexpr (F::kWeights)
@@ -222,9 +213,24 @@ DEVICE void add_tile(const float (&pairs)[1][F::kColumns][4], bool partial,
 template <class F>
 DEVICE void store_dense_bias(const Attention& a, const Pairs& bias, const HalfPlace& at,
                              const float (&ds)[1][F::kColumns][4]) {
-  for_each_pair<F>(
-      a, bias, at.b, at.h, at.own0(), (int64_t)at.tile * F::kOthers,
-      [&](int, int j, int e, int64_t to) { store_bias<typename F::S>(a, bias, to, ds[0][j][e]); });
+  using S = typename F::S;
+  const int64_t column0 = (int64_t)at.tile * F::kOthers;
+  if (!bias_has_pairs(a, bias) || column0 + F::kOthers > a.keys) {
+    for_each_pair<F>(a, bias, at.b, at.h, at.own0(), column0, [&](int, int j, int e, int64_t to) {
+      store_bias<S>(a, bias, to, ds[0][j][e]);
+    });
+    return;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int64_t i = at.own0() + 8 * half + lane_id() / 4;
+    if (i >= a.queries) continue;
+    S* to = (S*)bias.data + (at.b * bias.batch + at.h * bias.head + i * bias.query + column0) +
+            2 * (lane_id() % 4);
+#pragma unroll
+    for (int j = 0; j < F::kColumns; j++)
+      *(uint32_t*)(to + 8 * j) = pack(S{}, ds[0][j][2 * half], ds[0][j][2 * half + 1]);
+  }
 }
 
 // Rows that a block owns: of scores, and of values where dP is their product.
@@ -241,16 +247,6 @@ DEVICE void copy_own(const Attention& a, const AttentionGrad& g, int64_t b, int6
     copy_rows<F::kRows, F::kRowBytes, F::kThreads>(F::kOwnValues, head_rows<S>(values, b, h), own0,
                                                    rows, (int)a.value_dim * 2);
 }
-// The tile of dP of query head h.
-template <class F>
-DEVICE void copy_pairs(const Attention& a, const Pairs& from, int64_t b, int64_t h, int64_t q0,
-                       int64_t k0, int stage) {
-  using S = typename F::S;
-  const Rows rows{(S*)from.data + k0, from.batch, from.head, from.query};
-  copy_rows<F::kQueries, F::kPairBytes, F::kThreads>(F::value_tile(stage), head_rows<S>(rows, b, h),
-                                                     q0, (int)min_of(F::kQueries, a.queries - q0),
-                                                     (int)min_of(F::kKeys, a.keys - k0) * 2);
-}
 // A tile of the others, for query head h; where they are queries, their numbers too.
 template <class F>
 DEVICE void copy_others(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
@@ -262,9 +258,10 @@ DEVICE void copy_others(const Attention& a, const AttentionGrad& g, int64_t b, i
              &values = F::kOwnsKeys ? g.grad_out : a.value;
   copy_rows<F::kOthers, F::kRowBytes, F::kThreads>(
       F::score_tile(stage), head_rows<S>(scores, b, head), other0, rows, (int)a.head_dim * 2);
+  const int64_t q0 = F::kOwnsKeys ? other0 : own0, k0 = F::kOwnsKeys ? own0 : other0;
+  if (bias_is_copied<F>(a)) copy_pairs<F>(a, a.bias, b, h, q0, k0, bias_tile<F>(stage));
   if constexpr (F::kWeights)
-    copy_pairs<F>(a, g.grad_weights, b, h, F::kOwnsKeys ? other0 : own0,
-                  F::kOwnsKeys ? own0 : other0, stage);
+    copy_pairs<F>(a, g.grad_weights, b, h, q0, k0, F::value_tile(stage));
   else
     copy_rows<F::kOthers, F::kRowBytes, F::kThreads>(
         F::value_tile(stage), head_rows<S>(values, b, head), other0, rows, (int)a.value_dim * 2);
@@ -352,11 +349,11 @@ DEVICE HalfBlock half_block(const Attention& a, int64_t row) {
 }
 
 template <class F>
-__global__ void LAUNCH_BOUNDS(F::kThreads, 1)
+__global__ void LAUNCH_BOUNDS(F::kThreads, F::kBlocks)
     backward_half_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT AttentionGrad g) {
-  const int64_t row = grid_row();
-  if (row >= a.batch * (F::kOwnsKeys ? a.kv_heads : a.heads)) return;
-  const HalfBlock of = half_block<F>(a, row);
+  const int64_t heads = F::kOwnsKeys ? a.kv_heads : a.heads;
+  if (grid_row() >= a.batch * heads) return;
+  const HalfBlock of = half_block<F>(a, bias_row(a, grid_row(), heads));
   const int64_t b = of.b, own0 = of.own0;
   const int count = of.count();
 
@@ -375,14 +372,23 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
 #pragma unroll 1
   for (int next = 0; next <= count; next++) {
     copy_wait<0>();
-    sync_block();  // the tile before is there, and the place of the next is free
+    at.stage = (next & 1) ^ 1;
+    bool dirty = false;
+    if (next > 0 && tile_may_hide(a, of.block, at.tile)) {
+      if constexpr (F::kScores)
+        dirty |= copied_nonfinite<F, F::kOthers>(F::score_tile(at.stage), (int)a.head_dim);
+      if constexpr (F::kValues)
+        dirty |= copied_nonfinite<F, F::kOthers>(F::value_tile(at.stage), (int)a.value_dim);
+    }
+    // The tile before is there, and the place of the next is free.
+    dirty = sync_block_or(dirty);
     const HalfPlace to = of.after(at);
     if (next < count)
       copy_others<F>(a, g, b, to.h, of.block0, (int64_t)to.tile * F::kOthers, next & 1);
     copy_commit();
-    at.stage = (next & 1) ^ 1;
     HalfPairs<F> pairs;
     if (next > 0 && half_gradient<F>(a, at, of.seen, own, pairs)) {
+      if (!dirty) pairs.partial = false;
       if constexpr (F::kValues)
         add_tile<F>(pairs.z, pairs.partial, pairs.visible, F::value_tile(at.stage),
                     (int)a.value_dim, value_sum);

@@ -6,7 +6,7 @@ namespace mha_ext::cuda {
 
 // One chunk of the sum of kOthers keys of one owner's tile of grad_bias.
 template <class F>
-__global__ void LAUNCH_BOUNDS(F::kThreads, 1)
+__global__ void LAUNCH_BOUNDS(F::kThreads, F::kBlocks)
     bias_half_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT AttentionGrad g,
                      const BiasPlan plan, float* sums) {
   constexpr int kParts = (int)kTile / F::kOthers;
@@ -51,7 +51,7 @@ template <class F>
 const char* run_backward_half(const Attention& a, const AttentionGrad& g, Stream stream) {
   const Grid grid{ceil_div(F::kOwnsKeys ? a.keys : a.queries, F::kRows),
                   a.batch * (F::kOwnsKeys ? a.kv_heads : a.heads)};
-  return launch(backward_half_kernel<F>, grid, F::kThreads, F::kSharedBytes, stream, a, g);
+  return launch(backward_half_kernel<F>, grid, F::kThreads, shared_bytes<F>(a), stream, a, g);
 }
 
 template <class F>
@@ -60,8 +60,8 @@ const char* run_bias_half(const Attention& a, const AttentionGrad& g, void* scra
   return run_bias<typename F::S>(
       a, g.grad_bias, g.grad_lse, g.delta, scratch, stream, [&](const BiasPlan& plan, float* sums) {
         const Grid grid{owner_count(plan) * (kTile / F::kOthers) * plan.chunks, 1};
-        return launch(bias_half_kernel<F>, grid, F::kThreads, F::kSharedBytes, stream, a, g, plan,
-                      sums);
+        return launch(bias_half_kernel<F>, grid, F::kThreads, shared_bytes<F>(a), stream, a, g,
+                      plan, sums);
       });
 }
 inline bool queries_are_wanted(const Attention& a, const AttentionGrad& g) {
@@ -99,8 +99,10 @@ const char* weights_backward_half(const Attention& a, const AttentionGrad& g, vo
 }
 
 template <class S>
-const char* backward_of_half(const Attention& a, const AttentionGrad& g, void* scratch,
+const char* backward_of_half(const Attention& given, const AttentionGrad& g, void* scratch,
                              Stream stream) {
+  Attention a = given;
+  if (const char* error = pack_mask(a, scratch, stream)) return error;
   if (g.grad_weights.data) {
     if (a.head_dim <= 128) return weights_backward_half<S, 128>(a, g, scratch, stream);
     return weights_backward_half<S, 256>(a, g, scratch, stream);

@@ -339,8 +339,10 @@ const char* backward_tangent_half(const Attention& a, const AttentionGrad& g,
 }
 
 template <class S>
-const char* backward_tangent_of_half(const Attention& a, const AttentionGrad& g,
+const char* backward_tangent_of_half(const Attention& given, const AttentionGrad& g,
                                      const AttentionTangent& t, void* scratch, Stream stream) {
+  Attention a = given;
+  if (const char* error = pack_mask(a, scratch, stream)) return error;
   const int64_t width = max_of(a.head_dim, a.value_dim);
   if (width <= 64) return backward_tangent_half<S, 64>(a, g, t, scratch, stream);
   if (width <= 128) return backward_tangent_half<S, 128>(a, g, t, scratch, stream);

@@ -1,5 +1,6 @@
 // Forward: the kernels of each dtype are in the sources beside this one.
 #include "forward.cuh"
+#include "mask.cuh"
 
 namespace mha_ext::cuda {
 
@@ -15,8 +16,10 @@ const char* forward_of<Float16>(const Attention& a, void* scratch, Stream stream
 int64_t forward_scratch_bytes(const Attention& a) {
   const KeyParts parts = key_parts(a);
   const int64_t item = a.dtype == DType::kFloat64 ? 8 : 4;
-  if (parts.count == 1) return 0;
-  return a.batch * a.heads * parts.count * a.queries * (a.value_dim + 2) * item;
+  const bool half = a.dtype == DType::kBFloat16 || a.dtype == DType::kFloat16;
+  const int64_t mask = half ? packed_mask_bytes(a) : 0;
+  if (parts.count == 1) return mask;
+  return mask + a.batch * a.heads * parts.count * a.queries * (a.value_dim + 2) * item;
 }
 
 const char* forward(const Attention& a, void* scratch, Stream stream) {

@@ -16,6 +16,7 @@ struct HalfForward {
   static constexpr int kWidth = kWidth_;  // D and Dv are at most this
   static constexpr int kFragments = kWidth <= 64 ? 2 : 1, kKeys = kWidth <= 128 ? 64 : 32;
   static constexpr int kThreads = 128, kRows = kThreads / kWarp * 16 * kFragments;
+  static constexpr int kQueries = kRows;
   static constexpr int kColumns = kKeys / 8, kSteps = kKeys / 16;
   static constexpr int kRowBytes = 2 * kWidth, kTileBytes = kKeys * kRowBytes;
   static constexpr int kSharedBytes = kRows * kRowBytes + 4 * kTileBytes;
@@ -129,10 +130,10 @@ DEVICE void rescale(const Rise<F>& rise, RowState<F>& rows) {
       for (int e = 0; e < 4; e++) rows.out[m][n][e] *= rise.factor[m][e / 2];
 }
 
-// One tile of keys of one warp.
+// One tile of keys of one warp; finite: its values are.
 template <class F>
 DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles& seen, int64_t i0,
-                         int tile, RowState<F>& rows) {
+                         int tile, bool finite, bool bias_copied, RowState<F>& rows) {
   using S = typename F::S;
   if (tile < seen.any || tile >= seen.any_end) return;
   const int64_t k0 = (int64_t)tile * F::kKeys;
@@ -160,7 +161,8 @@ DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles
 #pragma unroll
       for (int e = 0; e < 4; e++) s[m][j][e] *= scale;
   if (a.bias.data) {
-    const bool hides = add_bias_tile<F>(a, place.b, place.h, i0, k0, s, visible);
+    const bool hides = bias_copied ? add_copied_bias<F>(bias_tile<F>(stage), s, visible)
+                                   : add_bias_tile<F>(a, place.b, place.h, i0, k0, s, visible);
     partial |= ballot(hides) != 0;
   }
   if (partial) select_tile<F>(visible, -INFINITY, s);
@@ -174,6 +176,7 @@ DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles
   uint32_t p[F::kFragments][F::kSteps][4];
   round_fragments<S>(s, p);
   const int columns = (int)a.value_dim;
+  if (finite) partial = false;
   if (!partial) {
     multiply_across<S, F::kRowBytes, false>(p, F::value_tile(stage), columns, rows.out);
     return;
@@ -257,8 +260,8 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     forward_half_kernel(const GRID_CONSTANT Attention a, const PartialSums<float> sums,
                         const KeyParts parts) {
   using S = typename F::S;
-  const int64_t row = grid_row();
-  if (row >= a.batch * a.heads) return;
+  if (grid_row() >= a.batch * a.heads) return;
+  const int64_t row = bias_row(a, grid_row(), a.heads);
   const Place place = place_of(a, row, F::kRows, parts.count);
   const int64_t block_rows = min_of(F::kRows, a.queries - place.q0);
   const int64_t i0 = place.q0 + warp_id() * 16 * F::kFragments;
@@ -272,6 +275,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   int tile = (int)max_of(block.any, place.part * part_tiles);
   int last = (int)max_of(tile, min_of(block.any_end, (place.part + 1) * part_tiles));
 
+  const bool bias_copied = bias_is_copied<F>(a);
   RowState<F> rows;
   clear_rows<F>(rows);
   copy_rows<F::kRows, F::kRowBytes, F::kThreads>(0, head_rows<S>(a.query, place.b, place.h),
@@ -280,7 +284,10 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
 #pragma unroll 1
   for (int next = tile; next <= last; next++) {
     copy_wait<0>();
-    sync_block();  // the tile before is there, and the place of the next is free
+    const bool dirty = next > tile && tile_may_hide(a, block, next - 1) &&
+                       copied_nonfinite<F, F::kKeys>(F::value_tile(next & 1 ^ 1), (int)a.value_dim);
+    // The tile before is there, and the place of the next is free.
+    const bool finite = !sync_block_or(dirty);
     if (next < last) {
       const int64_t k0 = (int64_t)next * F::kKeys;
       const int count = (int)min_of(F::kKeys, a.keys - k0), stage = next & 1;
@@ -288,9 +295,11 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
                                                      (int)a.head_dim * 2);
       copy_rows<F::kKeys, F::kRowBytes, F::kThreads>(F::value_tile(stage), values, k0, count,
                                                      (int)a.value_dim * 2);
+      if (bias_copied)
+        copy_pairs<F>(a, a.bias, place.b, place.h, place.q0, k0, bias_tile<F>(stage));
     }
     copy_commit();
-    if (next > tile) forward_tile<F>(a, place, seen, i0, next - 1, rows);
+    if (next > tile) forward_tile<F>(a, place, seen, i0, next - 1, finite, bias_copied, rows);
   }
   copy_wait<0>();
 
@@ -309,8 +318,18 @@ const char* forward_half(const Attention& a, void* scratch, Stream stream) {
   const PartialSums<float> sums = partial_sums<float>(a, scratch);
   const int64_t tiles = ceil_div(a.queries, F::kRows);
   const char* error = launch(forward_half_kernel<F>, {tiles * parts.count, a.batch * a.heads},
-                             F::kThreads, F::kSharedBytes, stream, a, sums, parts);
+                             F::kThreads, shared_bytes<F>(a), stream, a, sums, parts);
   return error ? error : finish_rows<S>(a, sums, parts, stream);
+}
+
+template <class S>
+const char* forward_of_half(const Attention& given, void* scratch, Stream stream) {
+  Attention a = given;
+  if (const char* error = pack_mask(a, scratch, stream)) return error;
+  const int64_t width = max_of(a.head_dim, a.value_dim);
+  if (width <= 64) return forward_half<S, 64>(a, scratch, stream);
+  if (width <= 128) return forward_half<S, 128>(a, scratch, stream);
+  return forward_half<S, 256>(a, scratch, stream);
 }
 
 }  // namespace mha_ext::cuda

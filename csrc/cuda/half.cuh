@@ -61,10 +61,11 @@ template <class F>
 DEVICE uint32_t visible_words_across(const Attention& a, int64_t b, int64_t h, int64_t q0, int rows,
                                      int64_t k0) {
   uint32_t words = 0;
-#pragma unroll 1
-  for (int r = lane_id(); r < rows; r += kWarp)
-    words |= (uint32_t)row_visibility(a, b, h, q0 + r, k0, min_of(16, a.keys - k0))
-             << (r < kWarp ? 0 : 16);
+#pragma unroll
+  for (int part = 0; part < (F::kColumns + 3) / 4; part++) {
+    const int r = lane_id() + part * kWarp;
+    if (r < rows) words |= visible_half_word(a, b, h, q0 + r, k0) << 16 * part;
+  }
   return words;
 }
 template <class F>
@@ -101,19 +102,138 @@ DEVICE void for_each_pair(const Attention& a, const Pairs& of, int64_t b, int64_
     }
 }
 
-// Adds the bias to the scores of one warp; -inf takes the pair's bit away. Whether any was.
+// Batch entry and head of a row of blocks, as b heads + h. A bias without batch is read once for
+// all entries where their blocks run at the same time.
+DEVICE int64_t bias_row(const Attention& a, int64_t row, int64_t heads) {
+  if (!a.bias.data || a.bias.batch) return row;
+  return row % a.batch * heads + row / a.batch;
+}
+
+// Whether the lanes may read the bias of a row two keys at a time.
+HOST_DEVICE bool bias_has_pairs(const Attention& a, const Pairs& bias) {
+  const int64_t strides = bias.batch | bias.head | bias.query;
+  return bias.data && !a.bias_is_float32 && bias.key == 1 && strides % 2 == 0 &&
+         (uintptr_t)bias.data % 4 == 0;
+}
+// A kernel copies tiles of the bias into shared memory beside those of the rows, if there is room
+// for two of them.
+constexpr int kPairBytes = 128;  // of a row of 16-bit pairs, which may be less than full
+template <class F>
+HOST_DEVICE bool bias_is_copied(const Attention& a) {
+  constexpr int kMostBytes = 99 * 1024;
+  if constexpr (F::kSharedBytes + 2 * F::kQueries * kPairBytes > kMostBytes) return false;
+  return bias_has_pairs(a, a.bias) && a.bias.query;
+}
+template <class F>
+HOST_DEVICE int shared_bytes(const Attention& a) {
+  return F::kSharedBytes + (bias_is_copied<F>(a) ? 2 * F::kQueries * kPairBytes : 0);
+}
+template <class F>
+DEVICE Address bias_tile(int stage) {
+  return (Address)(F::kSharedBytes + stage * F::kQueries * kPairBytes);
+}
+
+// A tile of pairs, [queries][keys], for all warps of a block.
+template <class F>
+DEVICE void copy_pairs(const Attention& a, const Pairs& from, int64_t b, int64_t h, int64_t q0,
+                       int64_t k0, Address to) {
+  using S = typename F::S;
+  const Rows rows{(S*)from.data + k0, from.batch, from.head, from.query};
+  copy_rows<F::kQueries, kPairBytes, F::kThreads>(to, head_rows<S>(rows, b, h), q0,
+                                                  (int)min_of(F::kQueries, a.queries - q0),
+                                                  (int)min_of(F::kKeys, a.keys - k0) * 2);
+}
+// visit(m, j, half, pair): two columns of row 8 half + g of the fragment [m][j] of one warp.
+template <class F, class Visit>
+DEVICE void for_each_copied(Address tile, const Visit& visit) {
+  const int lane = lane_id(), r = lane % 8, half = lane / 8 % 2, next = lane / 16;
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+    for (int j = 0; j < F::kColumns; j += 2) {
+      const int own = F::kFragments * warp_id() + m;
+      uint32_t x[4];
+      if constexpr (F::kOwnsKeys)
+        load_matrices_transposed(x,
+                                 tile + swizzled<kPairBytes>(8 * (j + next) + r, 2 * own + half));
+      else
+        load_matrices(x, tile + swizzled<kPairBytes>(16 * own + 8 * half + r, j + next));
+#pragma unroll
+      for (int i = 0; i < 4; i++) visit(m, j + i / 2, i % 2, x[i]);
+    }
+}
+
+// Adds a copied tile of the bias to the scores of one warp; -inf takes the pair's bit away. Whether
+// any was.
+template <class F>
+DEVICE bool add_copied_bias(Address tile, float (&s)[F::kFragments][F::kColumns][4],
+                            uint32_t (&visible)[F::kFragments]) {
+  using S = typename F::S;
+  uint32_t least = 0;
+  for_each_copied<F>(tile, [&](int m, int j, int half, uint32_t pair) {
+    least = min_pair(S{}, least, pair);
+    float& low = s[m][j][2 * half];
+    float& high = s[m][j][2 * half + 1];
+    low = max_or_nan(low + widen(S{(uint16_t)pair}), lowest_finite(0.0f));
+    high = max_or_nan(high + widen(S{(uint16_t)(pair >> 16)}), lowest_finite(0.0f));
+  });
+  const auto hidden = [](uint16_t bits) { return widen(S{bits}) == -INFINITY; };
+  const bool hides = hidden((uint16_t)least) || hidden((uint16_t)(least >> 16));
+  if (!ballot(hides)) return false;
+  for_each_copied<F>(tile, [&](int m, int j, int half, uint32_t pair) {
+    const uint32_t bits =
+        (hidden((uint16_t)pair) ? 1u : 0u) | (hidden((uint16_t)(pair >> 16)) ? 2u : 0u);
+    visible[m] &= ~(bits << (16 * half + 2 * j));
+  });
+  return hides;
+}
+
+// The same of a bias as it lies, all of a row before any is used.
 template <class F>
 DEVICE bool add_bias_tile(const Attention& a, int64_t b, int64_t h, int64_t row0, int64_t column0,
                           float (&s)[F::kFragments][F::kColumns][4],
                           uint32_t (&visible)[F::kFragments]) {
+  using S = typename F::S;
+  constexpr bool kKeys = F::kOwnsKeys;
+  row0 += lane_id() / 4;
+  column0 += 2 * (lane_id() % 4);
+  const Pairs& of = a.bias;
+  const int rows = (int)min_of(16 * F::kFragments, (kKeys ? a.keys : a.queries) - row0);
+  const int columns = (int)min_of(8 * F::kColumns, (kKeys ? a.queries : a.keys) - column0);
+  const int64_t down = kKeys ? of.key : of.query, right = kKeys ? of.query : of.key;
+  const int64_t first = b * of.batch + h * of.head + row0 * down + column0 * right;
   bool hides = false;
-  for_each_pair<F>(a, a.bias, b, h, row0, column0, [&](int m, int j, int e, int64_t at) {
-    const float bias = read_bias(a, typename F::S{}, at);
-    s[m][j][e] = add_bias(s[m][j][e], bias);
-    if (bias != -INFINITY) return;
-    hides = true;
-    visible[m] &= ~(1u << (e / 2 * 16 + 2 * j + e % 2));
-  });
+#pragma unroll
+  for (int half = 0; half < 2 * F::kFragments; half++) {
+    const int64_t from = first + 8 * half * down;
+    const int count = 8 * half < rows ? columns : 0;
+    if (half) sync_warp();  // one row at a time: registers are scarce
+    float bias[F::kColumns][2];
+    const auto read = [&](auto item) {
+#pragma unroll
+      for (int j = 0; j < F::kColumns; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          using Item = decltype(item);
+          bias[j][e] =
+              8 * j + e < count ? widen(((const Item*)of.data)[from + (8 * j + e) * right]) : 0;
+        }
+    };
+    if (a.bias_is_float32)
+      read(0.0f);
+    else
+      read(S{});
+#pragma unroll
+    for (int j = 0; j < F::kColumns; j++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float& score = s[half / 2][j][half % 2 * 2 + e];
+        score = add_bias(score, bias[j][e]);
+        if (bias[j][e] != -INFINITY) continue;
+        hides = true;
+        visible[half / 2] &= ~(1u << (half % 2 * 16 + 2 * j + e));
+      }
+  }
   return hides;
 }
 
@@ -128,6 +248,28 @@ DEVICE void select_tile(const uint32_t (&bits)[F::kFragments], float otherwise,
 #pragma unroll
       for (int e = 0; e < 4; e++)
         if (!(bits[m] >> (e / 2 * 16 + 2 * j + e % 2) & 1)) s[m][j][e] = otherwise;
+}
+
+// Whether something that this thread has copied of a tile, as copy_rows does, is not finite; to be
+// asked when its copies have arrived, and before the barrier for those of the others.
+template <class F, int kRows>
+DEVICE bool copied_nonfinite(Address tile, int columns) {
+  constexpr int kPieces = F::kRowBytes / 16, kStep = F::kThreads / kPieces;
+  constexpr uint32_t kBelow = 0x8000 - kExponent<typename F::S>;  // such numbers reach the sign
+  const int p = thread_id() % kPieces, r0 = thread_id() / kPieces;
+  if (p * 8 >= (columns + 15) / 16 * 16) return false;
+  uint32_t found = 0;
+#pragma unroll
+  for (int i = 0; i < kRows / kStep; i++) {
+    const auto x = load_shared<Bytes16>(tile + swizzled<F::kRowBytes>(r0 + i * kStep, p));
+#pragma unroll
+    for (int w = 0; w < 4; w++) found |= (x.word[w] & 0x7fff7fff) + kBelow * 0x10001;
+  }
+  return found & 0x80008000;
+}
+// Whether a pair of a tile may be hidden; of `all` tiles lengths and band hide none.
+DEVICE bool tile_may_hide(const Attention& a, const SeenTiles& all, int tile) {
+  return a.mask.data || a.bias.data || tile < all.all || tile >= all.all_end;
 }
 
 // Rows row0 + 16 m + 8 half + g of a head, below `rows`: c times the factor of the row.

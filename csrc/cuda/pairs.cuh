@@ -2,6 +2,7 @@
 // and its bias. A row of a tile is one word, bit j = key k0 + j, as in spec/mask.h.
 #pragma once
 #include "../spec/dropout.h"
+#include "mask.cuh"
 #include "tile.cuh"
 
 namespace mha_ext::cuda {
@@ -40,32 +41,99 @@ DEVICE SeenTiles seeing_tiles(const Attention& a, int64_t b, int64_t k0, int64_t
 }
 
 DEVICE uint64_t band_word(const Attention& a, int64_t b, int64_t i, int64_t k0, int keys) {
+  if (!a.key_lengths && !a.band.left_bounded && !a.band.right_bounded)
+    return first_bits(max_of(0, min_of(keys, a.keys - k0)));
   const Range band = band_keys(a, b, i);
   const int64_t first = max_of(0, band.begin - k0), last = min_of(keys, band.end - k0);
   return last <= first ? 0 : first_bits(last) & ~first_bits(first);
 }
 
-// For one warp: lane r gets the word of query first + r (0 from `rows` on, rows <= 32). The lanes
-// read the mask of one row together, as its bytes lie.
+// Bit i: byte i is not zero.
+DEVICE uint32_t nonzero_bytes(Bytes16 bytes) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint32_t x = bytes.word[i], low7 = 0x7f7f7f7f;
+    // Bit 7 of each byte, then the four next to each other.
+    bits |= ((((x & low7) + low7) | x) & ~low7) * 0x00204081u >> 28 << 4 * i;
+  }
+  return bits;
+}
+// Whether the keys of a row lie in pieces of 16 bytes.
+DEVICE bool mask_is_in_pieces(const Pairs& mask, const char* row) {
+  return mask.item_size == 1 && mask.key == 1 && (uintptr_t)row % 16 == 0;
+}
+DEVICE bool item_is_set(const char* item, int32_t size) {
+  if (size == 1) return *item;
+  if (size == 2) return *(const uint16_t*)item;
+  if (size == 4) return *(const uint32_t*)item;
+  return *(const uint64_t*)item;
+}
+// Up to 16 keys of a row; none where there are less than 0.
+DEVICE uint32_t mask_bits(const Pairs& mask, const char* at, int keys) {
+  if (keys == 16 && mask_is_in_pieces(mask, at)) return nonzero_bytes(*(const Bytes16*)at);
+  uint32_t bits = 0;
+#pragma unroll 4
+  for (int j = 0; j < 16; j++)
+    if (j < keys)
+      bits |= (uint32_t)item_is_set(at + j * mask.key * mask.item_size, mask.item_size) << j;
+  return bits;
+}
+DEVICE const char* mask_row_of(const Pairs& mask, int64_t b, int64_t h, int64_t i, int64_t k0) {
+  return (const char*)mask.data +
+         (b * mask.batch + h * mask.head + i * mask.query + k0 * mask.key) * mask.item_size;
+}
+// The same of a packed mask.
+DEVICE const uint64_t* packed_row_of(const Pairs& mask, int64_t b, int64_t h, int64_t i) {
+  return (const uint64_t*)mask.data + (b * mask.batch + h * mask.head + i * mask.query);
+}
+
+// For one warp: lane r gets the word of query first + r (0 from `rows` on, rows <= 32). The tile
+// lies in one word: keys <= 64, and k0 % 64 + keys <= 64.
 DEVICE uint64_t visible_word(const Attention& a, int64_t b, int64_t h, int64_t first, int rows,
                              int64_t k0, int keys) {
   const int lane = lane_id();
   uint64_t word = lane < rows ? band_word(a, b, first + lane, k0, keys) : 0;
-  if (!a.mask.data) return word;
   const Pairs& mask = a.mask;
-  const char* item = (const char*)mask.data + (b * mask.batch + h * mask.head + first * mask.query +
-                                               (k0 + lane) * mask.key) *
-                                                  mask.item_size;
-  const bool low_exists = k0 + lane < a.keys && lane < keys;
-  const bool high_exists = k0 + lane + kWarp < a.keys && lane + kWarp < keys;
+  if (!mask.data) return word;
+  if (mask.item_size == kPacked) {
+    return word ? word & packed_row_of(mask, b, h, first + lane)[k0 / 64] >> k0 % 64 : 0;
+  }
+  const char* item = mask_row_of(mask, b, h, first, k0);
+  const int exist = (int)min_of(keys, a.keys - k0);
+  if (exist == keys && mask_is_in_pieces(mask, item) && mask.query % 16 == 0) {
+    // A lane reads a row for itself, all of it before it uses any.
+    const char* row = item + (lane < rows ? lane : 0) * mask.query;
+    Bytes16 bytes[4];
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+      bytes[n] = 16 * n < keys ? *(const Bytes16*)(row + 16 * n) : Bytes16{};
+    uint64_t bits = 0;
+#pragma unroll
+    for (int n = 0; n < 4; n++) bits |= (uint64_t)nonzero_bytes(bytes[n]) << 16 * n;
+    return word & bits;
+  }
+  // The lanes read the keys of one row together, as they lie.
+  item += lane * mask.key * mask.item_size;
+  const bool low_exists = lane < exist, high_exists = lane + kWarp < exist;
   for (int r = 0; r < (mask.query ? rows : 1); r++) {
-    const uint32_t low = ballot(low_exists && nonzero(item, mask.item_size));
-    const uint32_t high =
-        ballot(high_exists && nonzero(item + kWarp * mask.key * mask.item_size, mask.item_size));
+    const uint32_t low = ballot(low_exists && item_is_set(item, mask.item_size));
+    const uint32_t high = ballot(
+        high_exists && item_is_set(item + kWarp * mask.key * mask.item_size, mask.item_size));
     if (lane == r || !mask.query) word &= low | (uint64_t)high << 32;
     item += mask.query * mask.item_size;
   }
   return word;
+}
+
+// For one lane: those of the 16 keys from k0 on that query i sees; k0 % 16 = 0.
+DEVICE uint32_t visible_half_word(const Attention& a, int64_t b, int64_t h, int64_t i, int64_t k0) {
+  const uint32_t word = (uint32_t)band_word(a, b, i, k0, 16);
+  const Pairs& mask = a.mask;
+  if (!mask.data) return word;
+  if (mask.item_size == kPacked)
+    return word & ((const uint16_t*)packed_row_of(mask, b, h, i))[k0 / 16];
+  return word & mask_bits(mask, mask_row_of(mask, b, h, i, k0), (int)min_of(16, a.keys - k0));
 }
 
 // The group of eight keys, of which the first has global position 8 `group`, that dropout keeps:
@@ -74,10 +142,12 @@ DEVICE uint32_t kept_group(const Attention& a, int64_t b, int64_t h, int64_t i, 
   const Philox<uint32_t> random = philox<uint32_t>(
       (uint32_t)group, (uint32_t)(a.origin.query + i), (uint32_t)(a.origin.head + h),
       (uint32_t)(a.origin.batch + b), (uint32_t)a.dropout.seed[0], (uint32_t)a.dropout.seed[1]);
+  const uint32_t threshold = a.dropout.threshold << 16;  // 16 bits each: compared as high halves
   uint32_t kept = 0;
+#pragma unroll
   for (int w = 0; w < 4; w++) {
-    kept |= (uint32_t)((random.word[w] & 0xffff) >= a.dropout.threshold) << (2 * w);
-    kept |= (uint32_t)((random.word[w] >> 16) >= a.dropout.threshold) << (2 * w + 1);
+    kept |= random.word[w] << 16 >= threshold ? 1u << 2 * w : 0;
+    kept |= random.word[w] >= threshold ? 2u << 2 * w : 0;
   }
   return kept;
 }
@@ -89,6 +159,14 @@ DEVICE uint64_t kept_word(const Attention& a, int64_t b, int64_t h, int64_t i, i
   const int64_t first = a.origin.key + k0;
   const int offset = (int)(first & 7);  // keys of the first group that come before the tile
   uint64_t word = 0;
+  if (offset == 0 && keys == 64) {  // both groups of a lane at the same time
+    const int group = lane_id() % 4;
+    const uint32_t low = kept_group(a, b, h, i, (first >> 3) + group),
+                   high = kept_group(a, b, h, i, (first >> 3) + group + 4);
+    word = (uint64_t)(high << 8 * group) << 32 | low << 8 * group;
+    word |= shuffle_xor(word, 1);
+    return word | shuffle_xor(word, 2);
+  }
 #pragma unroll 1
   for (int group = lane_id() % 4; group * 8 < keys + offset; group += 4) {
     const uint64_t kept = kept_group(a, b, h, i, (first >> 3) + group);
@@ -103,6 +181,8 @@ DEVICE uint64_t kept_word(const Attention& a, int64_t b, int64_t h, int64_t i, i
 DEVICE uint32_t kept_half_word(const Attention& a, int64_t b, int64_t h, int64_t i, int64_t k0) {
   const int64_t first = a.origin.key + k0;
   const int offset = (int)(first & 7);
+  if (offset == 0)
+    return kept_group(a, b, h, i, first >> 3) | kept_group(a, b, h, i, (first >> 3) + 1) << 8;
   uint32_t word = 0;
 #pragma unroll 1
   for (int group = 0; group * 8 < 16 + offset; group++)

@@ -128,6 +128,24 @@ DEVICE float exp2_approximate(float x) {
   return y;
 }
 
+// The greater one, NaN where one is NaN.
+DEVICE float max_or_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+// Of two pairs, the lesser numbers; the other one where one is NaN.
+DEVICE uint32_t min_pair(BFloat16, uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("min.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+DEVICE uint32_t min_pair(Float16, uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+
 DEVICE float widen(BFloat16 x) { return __uint_as_float((uint32_t)x.bits << 16); }
 DEVICE float widen(Float16 x) {
   float y;

@@ -53,14 +53,14 @@ SOURCES = {"forward.cu": FORWARD, "backward.cu": BACKWARD, "rest.cu": REST}
 MUTATIONS = {
     "barrier": (
         "forward_half.cuh",
-        "    sync_block();  // the tile before",
-        "    // the tile before",
+        "!sync_block_or(dirty);",
+        "!dirty;",
         "no barrier is between|a wait is missing|is under way",
     ),
     "wait": (
         "forward_half.cuh",
-        "    copy_wait<0>();\n    sync_block();",
-        "    copy_wait<1>();\n    sync_block();",
+        "    copy_wait<0>();\n    const bool dirty",
+        "    copy_wait<1>();\n    const bool dirty",
         "a wait is missing",
     ),
     "fragment": (
@@ -84,20 +84,21 @@ MUTATIONS = {
     ),
     "swizzle": ("tile.cuh", "(piece ^ (row & 7)) << 4", "piece << 4", "conflicts"),
     "hidden": ("forward_half.cuh", "  if (!partial) {", "  if (true) {", "wrong"),
+    "not finite": ("half.cuh", "return found & 0x80008000", "return found & 0x80000000", "wrong"),
     "place": ("tile.cuh", "row * kRowBytes", "(row + 1) * kRowBytes", "shared memory"),
 }
 # The same for backward.
 BACKWARD_MUTATIONS = {
     "barrier": (
         "backward_half.cuh",
-        "    sync_block();  // the tile before",
-        "    // the tile before",
+        "dirty = sync_block_or(dirty);",
+        "dirty = dirty;",
         "no barrier is between|a wait is missing|is under way",
     ),
     "wait": (
         "backward_half.cuh",
-        "    copy_wait<0>();\n    sync_block();  // the tile",
-        "    copy_wait<1>();\n    sync_block();  // the tile",
+        "    copy_wait<0>();\n    at.stage",
+        "    copy_wait<1>();\n    at.stage",
         "a wait is missing",
     ),
     "numbers of the queries": (
@@ -258,8 +259,8 @@ PAST_THE_END = {
     "rows": ("rows.cuh", "const int n = r < rows ? valid : 0;", "const int n = valid;"),
     "mask": (
         "pairs.cuh",
-        "const bool low_exists = k0 + lane < a.keys && lane < keys;",
-        "const bool low_exists = true;",
+        "const bool low_exists = lane < exist,",
+        "const bool low_exists = true,",
     ),
     "out": (
         "half.cuh",

@@ -161,6 +161,11 @@ def numbers(seed: int) -> Tensor:
     return torch.nn.functional.pad(words, (0, WORDS - words.shape[1]))
 
 
+def pairs_of(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """The two 16-bit numbers of each word."""
+    return words.contiguous().view(torch.int16).view(dtype).float().view(-1, 2)
+
+
 # --------------------------------------------------------------------- what the host definitions do
 
 
@@ -235,6 +240,13 @@ def test_numbers(host: Run) -> None:
             assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
         assert torch.equal(out[:, 4], x.bfloat16().view(torch.int16).int() & 0xFFFF)
         assert torch.equal(out[:, 5], y.half().view(torch.int16).int() & 0xFFFF)
+        greater = torch.maximum(x, low.contiguous().view(torch.bfloat16).float())
+        assert torch.equal(as_floats(out[:, 7]).nan_to_num(7), greater.nan_to_num(7))
+        for column, dtype in ((8, torch.bfloat16), (9, torch.float16)):
+            found, first, second = (
+                pairs_of(w, dtype) for w in (out[:, column], words[:, 2], words[:, 0])
+            )
+            assert torch.equal(found.nan_to_num(7), torch.fmin(first, second).nan_to_num(7))
         exponents = as_floats(words[:, 3])
         torch.testing.assert_close(as_floats(out[:, 6]), exponents.exp2(), rtol=3e-7, atol=2e-38)
 
@@ -275,6 +287,11 @@ def test_numbers_on_a_gpu(host: Run, gpu: Run) -> None:
             assert torch.equal(found[:, column], wanted[:, column])
         for column in (2, 3):
             f, w = as_floats(found[:, column]), as_floats(wanted[:, column])
+            assert torch.equal(f.nan_to_num(7), w.nan_to_num(7))
+        f, w = as_floats(found[:, 7]), as_floats(wanted[:, 7])
+        assert torch.equal(f.nan_to_num(7), w.nan_to_num(7))
+        for column, dtype in ((8, torch.bfloat16), (9, torch.float16)):
+            f, w = pairs_of(found[:, column], dtype), pairs_of(wanted[:, column], dtype)
             assert torch.equal(f.nan_to_num(7), w.nan_to_num(7))
         f, w = as_floats(found[:, 6]), as_floats(wanted[:, 6])
         torch.testing.assert_close(f, w, rtol=5e-7, atol=2e-38)

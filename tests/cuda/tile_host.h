@@ -134,6 +134,13 @@ uint32_t pack(S, float low, float high) {
   return round_to(S{}, low) | round_to(S{}, high) << 16;
 }
 
+inline float max_or_nan(float x, float y) { return x != x || y != y ? NAN : x > y ? x : y; }
+template <class S>
+uint32_t min_pair(S, uint32_t x, uint32_t y) {
+  return pack(S{}, fminf(widen(S{(uint16_t)x}), widen(S{(uint16_t)y})),
+              fminf(widen(S{(uint16_t)(x >> 16)}), widen(S{(uint16_t)(y >> 16)})));
+}
+
 template <class S>
 struct Product {
   float* c;

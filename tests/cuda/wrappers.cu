@@ -124,6 +124,9 @@ __global__ void wrappers_kernel(int which, const uint32_t* in, uint32_t* out) {
       out[4] = b.bits;
       out[5] = h.bits;
       *(float*)(out + 6) = exp2_approximate(at<float>(in + 3));
+      *(float*)(out + 7) = max_or_nan(x, widen(BFloat16{low}));
+      out[8] = min_pair(BFloat16{}, in[2], in[0]);
+      out[9] = min_pair(Float16{}, in[2], in[0]);
       break;
     }
   }
