@@ -1,5 +1,6 @@
 // Forward: the kernels of each dtype are in the sources beside this one.
 #include "forward.cuh"
+#include "split.cuh"
 
 namespace mha_ext::cuda {
 
@@ -13,10 +14,12 @@ template <>
 const char* forward_of<Float16>(const Attention& a, void* scratch, Stream stream);
 
 int64_t forward_scratch_bytes(const Attention& a) {
-  const KeyParts parts = key_parts(a);
-  const int64_t item = a.dtype == DType::kFloat64 ? 8 : 4;
-  if (parts.count == 1) return 0;
-  return a.batch * a.heads * parts.count * a.queries * (a.value_dim + 2) * item;
+  const int64_t parts = parts_bytes(a);
+  if (!is_split(a)) return parts;
+  int64_t at = ceil_div(parts, 256) * 256;
+  take_planes(at, nullptr, a.batch * a.kv_heads, a.keys, a.head_dim);
+  take_planes(at, nullptr, a.batch * a.kv_heads, a.keys, a.value_dim);
+  return at;
 }
 
 const char* forward(const Attention& a, void* scratch, Stream stream) {
