@@ -1,5 +1,6 @@
 // Backward: the kernels of each dtype are in the sources beside this one.
 #include "backward.cuh"
+#include "split.cuh"
 
 namespace mha_ext::cuda {
 
@@ -17,10 +18,9 @@ const char* backward_of<Float16>(const Attention& a, const AttentionGrad& g, voi
                                  Stream stream);
 
 int64_t backward_scratch_bytes(const Attention& a, const AttentionGrad& g) {
-  if (!bias_is_summed(a, g.grad_bias)) return 0;
-  const BiasPlan plan = bias_plan(a, g.grad_bias);
-  if (!bias_in_chunks(a, plan, g.grad_bias)) return 0;
-  return owner_count(plan) * plan.chunks * kTile * kTile * (a.dtype == DType::kFloat64 ? 8 : 4);
+  int64_t at = ceil_div(bias_bytes(a, g.grad_bias), 256) * 256;
+  if (is_split(a) && !g.grad_weights.data) split_sides(a, nullptr, at);
+  return at;
 }
 
 const char* backward(const Attention& a, const AttentionGrad& g, void* scratch, Stream stream) {

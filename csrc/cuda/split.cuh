@@ -61,6 +61,20 @@ HOST_DEVICE Planes take_planes(int64_t& at, void* memory, int64_t heads, int64_t
   return planes;
 }
 
+// What backward multiplies.
+struct SplitSides {
+  Planes query, key, grad_out, value;
+};
+HOST_DEVICE SplitSides split_sides(const Attention& a, void* memory, int64_t& at) {
+  const int64_t heads = a.batch * a.heads, kv_heads = a.batch * a.kv_heads;
+  SplitSides sides;
+  sides.query = take_planes(at, memory, heads, a.queries, a.head_dim);
+  sides.key = take_planes(at, memory, kv_heads, a.keys, a.head_dim);
+  sides.grad_out = take_planes(at, memory, heads, a.queries, a.value_dim);
+  sides.value = take_planes(at, memory, kv_heads, a.keys, a.value_dim);
+  return sides;
+}
+
 // Two tensors with the same rows.
 struct SplitTask {
   Rows from[2];
