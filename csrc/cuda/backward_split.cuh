@@ -78,10 +78,10 @@ DEVICE bool split_gradient(const Attention& a, const AttentionGrad& g, const Hal
   if (!visible_pairs<F>(a, at, seen, pairs)) return false;
   const int row = warp_id() * 16;
   auto &p = pairs.z, &ds = pairs.ds;
-  multiply_split_rows<F::kRowBytes, F::kOwnBytes, F::kTileBytes>(
+  multiply_split_rows<F::kRowBytes, F::kOwnBytes, F::kTileBytes, F::kOwnsKeys>(
       F::kOwnScores, row, F::score_tile(at.stage), (int)a.head_dim, p);
   if constexpr (F::kScores)
-    multiply_split_rows<F::kRowBytes, F::kOwnBytes, F::kTileBytes>(
+    multiply_split_rows<F::kRowBytes, F::kOwnBytes, F::kTileBytes, F::kOwnsKeys>(
         F::kOwnValues, row, F::value_tile(at.stage), (int)a.value_dim, ds);
   if (special_scores)
     add_special_rows(queries_or_keys<F>(a, a.query, a.key, !F::kOwnsKeys, at),
@@ -147,7 +147,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
                                (int)a.value_dim, value_sum);
           split_fragments(pairs.z, x);
           add_split_across<F::kRowBytes, F::kTileBytes>(x, F::value_tile(at.stage),
-                                                        (int)a.value_dim, value_sum);
+                                                        (int)a.value_dim, 1, value_sum);
         }
         if constexpr (F::kScores) {
           if (dense_bias) store_dense_bias<F>(a, g.grad_bias, at, pairs.ds);
@@ -156,9 +156,10 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
               add_special_across(pairs.ds, pairs.visible,
                                  queries_or_keys<F>(a, a.query, a.key, F::kOwnsKeys, at),
                                  (int)a.head_dim, score_sum);
+            const float factor = lift_tiny(pairs.ds);
             split_fragments(pairs.ds, x);
             add_split_across<F::kRowBytes, F::kTileBytes>(x, F::score_tile(at.stage),
-                                                          (int)a.head_dim, score_sum);
+                                                          (int)a.head_dim, factor, score_sum);
           }
         }
       }

@@ -92,7 +92,7 @@ DEVICE bool split_scores(const Attention& a, const Place& place, const SeenTiles
     partial = ballot(lane_id() < rows_here && word != first_bits(F::kKeys)) != 0;
     if (partial) fragment_bits<F>(word, visible);
   }
-  multiply_split_rows<F::kRowBytes, F::kQueryBytes, F::kTileBytes>(
+  multiply_split_rows<F::kRowBytes, F::kQueryBytes, F::kTileBytes, false>(
       0, warp_id() * 16 * F::kFragments, F::kKeyTile, (int)a.head_dim, s);
   if (special)
     add_special_rows(float_rows(a.query, place.b, place.h, i0, a.queries),
@@ -175,7 +175,8 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
       copy_planes<F::kKeys, F::kRowBytes, F::kThreads>(F::kKeyTile, split.key, head, k0 + F::kKeys);
     copy_commit();
     if (any)
-      add_split_across<F::kRowBytes, F::kTileBytes>(p, F::kValueTile, (int)a.value_dim, rows.out);
+      add_split_across<F::kRowBytes, F::kTileBytes>(p, F::kValueTile, (int)a.value_dim, 1,
+                                                    rows.out);
   }
   copy_wait<0>();
 

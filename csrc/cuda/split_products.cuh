@@ -6,25 +6,28 @@
 namespace mha_ext::cuda {
 
 // large += x y of the high planes, small += the five others, smallest first; for two fragments side
-// by side.
-template <int kFragments>
+// by side. kSwapped: in the order in which x and y change places: as exact sums are, those of the
+// tensor cores are then the same for a tile and its transpose.
+template <bool kSwapped, int kFragments>
 DEVICE void multiply_planes(const uint32_t (&x)[kPlanes][kFragments][4],
                             const uint32_t (&y)[kPlanes][4], float (&large)[kFragments][2][4],
                             float (&small)[kFragments][2][4]) {
-  constexpr int kLeft[] = {2, 0, 1, 1, 0, 0}, kRight[] = {0, 2, 1, 0, 1, 0};
+  constexpr int kOne[] = {2, 0, 1, 1, 0, 0}, kOther[] = {0, 2, 1, 0, 1, 0};
 #pragma unroll
   for (int i = 0; i < 6; i++)
 #pragma unroll
     for (int m = 0; m < kFragments; m++)
 #pragma unroll
       for (int side = 0; side < 2; side++)
-        multiply_add(BFloat16{}, i == 5 ? large[m][side] : small[m][side], x[kLeft[i]][m],
-                     y[kRight[i]][2 * side], y[kRight[i]][2 * side + 1]);
+        multiply_add(BFloat16{}, i == 5 ? large[m][side] : small[m][side],
+                     x[kSwapped ? kOther[i] : kOne[i]][m],
+                     y[kSwapped ? kOne[i] : kOther[i]][2 * side],
+                     y[kSwapped ? kOne[i] : kOther[i]][2 * side + 1]);
 }
 
 // c = rows of `left` (from left_row on) times rows of `right`. Planes are kLeft and kRight bytes
 // apart.
-template <int kRowBytes, int kLeft, int kRight, int kFragments, int kColumns>
+template <int kRowBytes, int kLeft, int kRight, bool kSwapped, int kFragments, int kColumns>
 DEVICE void multiply_split_rows(Address left, int left_row, Address right, int columns,
                                 float (&c)[kFragments][kColumns][4]) {
   const int lane = lane_id();
@@ -46,7 +49,7 @@ DEVICE void multiply_split_rows(Address left, int left_row, Address right, int c
 #pragma unroll
       for (int plane = 0; plane < kPlanes; plane++)
         load_matrices(y[plane], stepped(right, k) + plane * kRight + 16 * j * kRowBytes);
-      multiply_planes(x, y, large[j], small[j]);
+      multiply_planes<kSwapped>(x, y, large[j], small[j]);
     }
   }
 #pragma unroll
@@ -76,10 +79,32 @@ DEVICE void split_fragments(const float (&c)[kFragments][kColumns][4],
       }
 }
 
-// c += x tile, the sum over the tile's rows taken on its own.
+// Numbers of a warp so small that their low planes would not be exact become larger; what their
+// products are to be multiplied by.
+template <int kFragments, int kColumns>
+DEVICE float lift_tiny(float (&c)[kFragments][kColumns][4]) {
+  constexpr float kTiny = 8.67361738e-19f, kLift = 1.84467441e19f;  // 2^-60, 2^64
+  float top = 0;
+#pragma unroll
+  for (int m = 0; m < kFragments; m++)
+#pragma unroll
+    for (int j = 0; j < kColumns; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) top = fmaxf(top, fabsf(c[m][j][e]));
+  if (ballot(top >= kTiny)) return 1;
+#pragma unroll
+  for (int m = 0; m < kFragments; m++)
+#pragma unroll
+    for (int j = 0; j < kColumns; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) c[m][j][e] *= kLift;
+  return 1 / kLift;
+}
+
+// c += factor x tile, the sum over the tile's rows taken on its own.
 template <int kRowBytes, int kPlaneBytes, int kFragments, int kSteps, int kColumns>
 DEVICE void add_split_across(const uint32_t (&x)[kSteps][kPlanes][kFragments][4], Address tile,
-                             int columns, float (&c)[kFragments][kColumns][4]) {
+                             int columns, float factor, float (&c)[kFragments][kColumns][4]) {
 #pragma unroll
   for (int n = 0; n < kColumns / 2; n++) {
     if (n * 16 >= columns) break;
@@ -90,14 +115,16 @@ DEVICE void add_split_across(const uint32_t (&x)[kSteps][kPlanes][kFragments][4]
 #pragma unroll
       for (int plane = 0; plane < kPlanes; plane++)
         load_across<kRowBytes>(y[plane], tile + plane * kPlaneBytes, k, n);
-      multiply_planes(x[k], y, large, small);
+      multiply_planes<false>(x[k], y, large, small);
     }
 #pragma unroll
     for (int m = 0; m < kFragments; m++)
 #pragma unroll
       for (int side = 0; side < 2; side++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) c[m][2 * n + side][e] += large[m][side][e] + small[m][side][e];
+        for (int e = 0; e < 4; e++)
+          c[m][2 * n + side][e] =
+              fmaf(large[m][side][e] + small[m][side][e], factor, c[m][2 * n + side][e]);
   }
 }
 
