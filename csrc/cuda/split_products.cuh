@@ -172,8 +172,8 @@ DEVICE void add_special_across(const float (&x)[kFragments][kPairs][4],
 #pragma unroll 1
   for (int r = 0; r < 8 * kPairs && r < tile.count; r++) {
     const int owner = lane / 4 * 4 + r % 8 / 2, bit = r / 8 * 2 + r % 2;
-    float factor[2 * kFragments];
-    bool seen[2 * kFragments];
+    float factor[2 * kFragments], y = 0;
+    bool seen[2 * kFragments], any = false;
 #pragma unroll
     for (int i = 0; i < 2 * kFragments; i++) {
       float mine = 0;
@@ -184,17 +184,24 @@ DEVICE void add_special_across(const float (&x)[kFragments][kPairs][4],
       seen[i] = shuffle(visible[i / 2], owner) >> (i % 2 * 16 + bit) & 1;
     }
 #pragma unroll
-    for (int n = 0; n < 2 * kColumns; n++) {
-      const int d = n / 2 * 8 + lane % 4 * 2 + n % 2;
-      if (d >= columns) continue;
-      const float y = tile.first[r * tile.stride + d];
-      if (!is_special(y)) continue;
+    for (int n = 0; n < kColumns; n++) {
+      if (n % 4 == 0) {  // the lanes read 32 columns together
+        const int d = 8 * n + lane;
+        y = d < columns ? tile.first[r * tile.stride + d] : 0;
+        any = ballot(is_special(y)) != 0;
+      }
+      if (!any) continue;
 #pragma unroll
-      for (int i = 0; i < 2 * kFragments; i++)
-        if (seen[i]) {
-          float& sum = c[i / 2][n / 2][i % 2 * 2 + n % 2];
-          sum = fmaf(factor[i], y, sum);
-        }
+      for (int e = 0; e < 2; e++) {
+        const float mine = shuffle(y, n % 4 * 8 + lane % 4 * 2 + e);
+        if (!is_special(mine)) continue;
+#pragma unroll
+        for (int i = 0; i < 2 * kFragments; i++)
+          if (seen[i]) {
+            float& sum = c[i / 2][n][i % 2 * 2 + e];
+            sum = fmaf(factor[i], mine, sum);
+          }
+      }
     }
   }
 }
