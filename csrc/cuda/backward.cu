@@ -1,6 +1,7 @@
 // Backward: the kernels of each dtype are in the sources beside this one.
 #include "backward.cuh"
 #include "mask.cuh"
+#include "split.cuh"
 
 namespace mha_ext::cuda {
 
@@ -19,12 +20,10 @@ const char* backward_of<Float16>(const Attention& a, const AttentionGrad& g, voi
 
 int64_t backward_scratch_bytes(const Attention& a, const AttentionGrad& g) {
   const bool half = a.dtype == DType::kBFloat16 || a.dtype == DType::kFloat16;
-  const int64_t mask = half ? packed_mask_bytes(a) : 0;
-  if (!bias_is_summed(a, g.grad_bias)) return mask;
-  const BiasPlan plan = bias_plan(a, g.grad_bias);
-  if (!bias_in_chunks(a, plan, g.grad_bias)) return mask;
-  return mask +
-         owner_count(plan) * plan.chunks * kTile * kTile * (a.dtype == DType::kFloat64 ? 8 : 4);
+  int64_t at = half ? packed_mask_bytes(a) : 0;
+  at += ceil_div(bias_bytes(a, g.grad_bias), 256) * 256;
+  if (is_split(a) && !g.grad_weights.data) split_sides(a, nullptr, at);
+  return at;
 }
 
 const char* backward(const Attention& a, const AttentionGrad& g, void* scratch, Stream stream) {

@@ -98,6 +98,14 @@ HOST_DEVICE bool bias_in_chunks(const Attention& a, const BiasPlan& plan, const 
   return plan.chunks > 1 || (!bias.query && a.queries > 1);
 }
 
+// Of the sums that are left.
+HOST_DEVICE int64_t bias_bytes(const Attention& a, const Pairs& bias) {
+  if (!bias_is_summed(a, bias)) return 0;
+  const BiasPlan plan = bias_plan(a, bias);
+  if (!bias_in_chunks(a, plan, bias)) return 0;
+  return owner_count(plan) * plan.chunks * kTile * kTile * (a.dtype == DType::kFloat64 ? 8 : 4);
+}
+
 // The tile of the bias that an owner has.
 struct BiasTile {
   int64_t b, h, q0, k0;

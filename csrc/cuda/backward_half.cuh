@@ -112,20 +112,23 @@ DEVICE void load_pairs(Address tile, float (&dp)[1][F::kColumns][4]) {
   });
 }
 
+// e^x as exactly as the type asks for.
+template <class S>
+DEVICE float power_of(S, float x) {
+  return exp2_approximate(x * kLog2E);
+}
+DEVICE float power_of(float, float x) { return expf(x); }
+
 struct alignas(8) TwoNumbers {
   float at[2];
 };
 
-// z = P o M without its factor, ds = dS of one tile of one warp; false: nothing is visible.
+// From the products in z and in ds: z = P o M without its factor, ds = dS.
 template <class F>
-DEVICE bool half_gradient(const Attention& a, const HalfPlace& at, const SeenTiles& seen,
-                          const QueryNumbers (&own)[2], HalfPairs<F>& pairs) {
-  using S = typename F::S;
-  if (!visible_pairs<F>(a, at, seen, pairs)) return false;
-  const int row = warp_id() * 16;
+DEVICE void finish_pairs(const Attention& a, const HalfPlace& at, const QueryNumbers (&own)[2],
+                         HalfPairs<F>& pairs) {
   const int64_t other0 = (int64_t)at.tile * F::kOthers;
   auto &p = pairs.z, &ds = pairs.ds;
-  multiply_rows<S, F::kRowBytes>(F::kOwnScores, row, F::score_tile(at.stage), (int)a.head_dim, p);
   const float scale = (float)a.scale;
 #pragma unroll
   for (int j = 0; j < F::kColumns; j++)
@@ -137,11 +140,6 @@ DEVICE bool half_gradient(const Attention& a, const HalfPlace& at, const SeenTil
                            : add_bias_tile<F>(a, at.b, at.h, at.own0(), other0, p, pairs.visible);
     pairs.partial |= ballot(hides) != 0;
   }
-  if constexpr (F::kWeights)
-    load_pairs<F>(F::value_tile(at.stage), ds);
-  else if constexpr (F::kScores)
-    multiply_rows<S, F::kRowBytes>(F::kOwnValues, row, F::value_tile(at.stage), (int)a.value_dim,
-                                   ds);
   uint32_t kept[1] = {~0u};
   if (a.dropout.seed) {
     if constexpr (F::kOwnsKeys)
@@ -174,7 +172,7 @@ DEVICE bool half_gradient(const Attention& a, const HalfPlace& at, const SeenTil
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       const QueryNumbers& q = queries[F::kOwnsKeys ? e % 2 : e / 2];
-      p[0][j][e] = exp2_approximate((p[0][j][e] - q.lse - q.low) * kLog2E);
+      p[0][j][e] = power_of(typename F::S{}, p[0][j][e] - q.lse - q.low);
       if constexpr (F::kScores) ds[0][j][e] = p[0][j][e] * (ds[0][j][e] - q.delta);
     }
   }
@@ -184,6 +182,23 @@ DEVICE bool half_gradient(const Attention& a, const HalfPlace& at, const SeenTil
   }
   if constexpr (F::kValues)
     if (a.dropout.seed) select_tile<F>(kept, 0, p);
+}
+
+// z = P o M without its factor, ds = dS of one tile of one warp; false: nothing is visible.
+template <class F>
+DEVICE bool half_gradient(const Attention& a, const HalfPlace& at, const SeenTiles& seen,
+                          const QueryNumbers (&own)[2], HalfPairs<F>& pairs) {
+  using S = typename F::S;
+  if (!visible_pairs<F>(a, at, seen, pairs)) return false;
+  const int row = warp_id() * 16;
+  auto &p = pairs.z, &ds = pairs.ds;
+  multiply_rows<S, F::kRowBytes>(F::kOwnScores, row, F::score_tile(at.stage), (int)a.head_dim, p);
+  if constexpr (F::kWeights)
+    load_pairs<F>(F::value_tile(at.stage), ds);
+  else if constexpr (F::kScores)
+    multiply_rows<S, F::kRowBytes>(F::kOwnValues, row, F::value_tile(at.stage), (int)a.value_dim,
+                                   ds);
+  finish_pairs<F>(a, at, own, pairs);
   return true;
 }
 
@@ -247,6 +262,20 @@ DEVICE void copy_own(const Attention& a, const AttentionGrad& g, int64_t b, int6
     copy_rows<F::kRows, F::kRowBytes, F::kThreads>(F::kOwnValues, head_rows<S>(values, b, h), own0,
                                                    rows, (int)a.value_dim * 2);
 }
+// lse, lse_low and delta of the queries of a tile.
+template <class F>
+DEVICE void copy_numbers(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
+                         int64_t q0, int stage) {
+  const int r = thread_id();
+  if (r >= F::kOthers) return;
+  const bool exists = q0 + r < a.queries;
+  const int64_t at = exists ? (b * a.heads + h) * a.queries + q0 + r : 0;
+  const Address to = F::numbers(stage) + 4 * r;
+  const void* lse_low = a.lse_low ? a.lse_low : a.lse;
+  copy_async<4>(to, (const float*)a.lse + at, exists ? 4 : 0);
+  copy_async<4>(to + 4 * F::kOthers, (const float*)lse_low + at, exists && a.lse_low ? 4 : 0);
+  copy_async<4>(to + 8 * F::kOthers, (const float*)g.delta + at, exists ? 4 : 0);
+}
 // A tile of the others, for query head h; where they are queries, their numbers too.
 template <class F>
 DEVICE void copy_others(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
@@ -265,16 +294,7 @@ DEVICE void copy_others(const Attention& a, const AttentionGrad& g, int64_t b, i
   else
     copy_rows<F::kOthers, F::kRowBytes, F::kThreads>(
         F::value_tile(stage), head_rows<S>(values, b, head), other0, rows, (int)a.value_dim * 2);
-  if constexpr (F::kOwnsKeys) {
-    const int r = thread_id();
-    if (r >= F::kOthers) return;
-    const int64_t at = r < rows ? (b * a.heads + h) * a.queries + other0 + r : 0;
-    const Address to = F::numbers(stage) + 4 * r;
-    const void* lse_low = a.lse_low ? a.lse_low : a.lse;
-    copy_async<4>(to, (const float*)a.lse + at, r < rows ? 4 : 0);
-    copy_async<4>(to + 4 * F::kOthers, (const float*)lse_low + at, r < rows && a.lse_low ? 4 : 0);
-    copy_async<4>(to + 8 * F::kOthers, (const float*)g.delta + at, r < rows ? 4 : 0);
-  }
+  if constexpr (F::kOwnsKeys) copy_numbers<F>(a, g, b, h, other0, stage);
 }
 
 // dV += Z^T dO of rows without any key.

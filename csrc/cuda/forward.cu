@@ -1,6 +1,7 @@
 // Forward: the kernels of each dtype are in the sources beside this one.
 #include "forward.cuh"
 #include "mask.cuh"
+#include "split.cuh"
 
 namespace mha_ext::cuda {
 
@@ -14,12 +15,13 @@ template <>
 const char* forward_of<Float16>(const Attention& a, void* scratch, Stream stream);
 
 int64_t forward_scratch_bytes(const Attention& a) {
-  const KeyParts parts = key_parts(a);
-  const int64_t item = a.dtype == DType::kFloat64 ? 8 : 4;
   const bool half = a.dtype == DType::kBFloat16 || a.dtype == DType::kFloat16;
-  const int64_t mask = half ? packed_mask_bytes(a) : 0;
-  if (parts.count == 1) return mask;
-  return mask + a.batch * a.heads * parts.count * a.queries * (a.value_dim + 2) * item;
+  const int64_t parts = (half ? packed_mask_bytes(a) : 0) + parts_bytes(a);
+  if (!is_split(a)) return parts;
+  int64_t at = ceil_div(parts, 256) * 256;
+  take_planes(at, nullptr, a.batch * a.kv_heads, a.keys, a.head_dim);
+  take_planes(at, nullptr, a.batch * a.kv_heads, a.keys, a.value_dim);
+  return at;
 }
 
 const char* forward(const Attention& a, void* scratch, Stream stream) {

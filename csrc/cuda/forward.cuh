@@ -45,6 +45,10 @@ template <class T>
 struct PartialSums {
   T *out, *rows;
 };
+HOST_DEVICE int64_t parts_bytes(const Attention& a) {
+  const int64_t parts = key_parts(a).count, item = a.dtype == DType::kFloat64 ? 8 : 4;
+  return parts == 1 ? 0 : a.batch * a.heads * parts * a.queries * (a.value_dim + 2) * item;
+}
 template <class T>
 PartialSums<T> partial_sums(const Attention& a, void* scratch) {
   const int64_t rows = a.batch * a.heads * key_parts(a).count * a.queries;

@@ -326,6 +326,10 @@ template <class S>
 const char* forward_of_half(const Attention& given, void* scratch, Stream stream) {
   Attention a = given;
   if (const char* error = pack_mask(a, scratch, stream)) return error;
+  if (hopper_takes(a)) {
+    const char* error = forward_hopper_of<S>(a, stream);
+    return error ? error : finish_rows<S>(a, partial_sums<float>(a, scratch), key_parts(a), stream);
+  }
   const int64_t width = max_of(a.head_dim, a.value_dim);
   if (width <= 64) return forward_half<S, 64>(a, scratch, stream);
   if (width <= 128) return forward_half<S, 128>(a, scratch, stream);

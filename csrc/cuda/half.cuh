@@ -122,6 +122,7 @@ template <class F>
 HOST_DEVICE bool bias_is_copied(const Attention& a) {
   constexpr int kMostBytes = 99 * 1024;
   if constexpr (F::kSharedBytes + 2 * F::kQueries * kPairBytes > kMostBytes) return false;
+  if constexpr (sizeof(typename F::S) != 2) return false;
   return bias_has_pairs(a, a.bias) && a.bias.query;
 }
 template <class F>

@@ -145,6 +145,10 @@ DEVICE uint32_t min_pair(Float16, uint32_t x, uint32_t y) {
   asm("min.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
+DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
+DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
+// The upper halves of two words, the first in the low half.
+DEVICE uint32_t upper_halves(uint32_t low, uint32_t high) { return __byte_perm(low, high, 0x7632); }
 
 DEVICE float widen(BFloat16 x) { return __uint_as_float((uint32_t)x.bits << 16); }
 DEVICE float widen(Float16 x) {

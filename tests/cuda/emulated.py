@@ -35,6 +35,7 @@ SANITIZE = ["-fsanitize=address", "-fno-omit-frame-pointer"]
 HALF = (torch.bfloat16, torch.float16)
 ALL_DTYPES = (*HALF, torch.float32, torch.float64)
 WIDEST = 256  # of query and value
+SPLIT = 128  # the widest that are on the tensor cores in float32
 KERNEL_NAMES = (
     "forward",
     "backward",

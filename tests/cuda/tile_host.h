@@ -113,6 +113,10 @@ inline uint32_t bits_of(float x) {
   return bits;
 }
 
+inline uint32_t upper_halves(uint32_t low, uint32_t high) {
+  return low >> 16 | (high & 0xffff0000u);
+}
+
 inline float widen(BFloat16 x) { return float_of((uint32_t)x.bits << 16); }
 inline float widen(Float16 x) {
   _Float16 half;
