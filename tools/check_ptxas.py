@@ -25,7 +25,7 @@ import toolchain  # noqa: E402
 # registers leaves room for one more on a multiprocessor. Dynamic shared memory is checked where the
 # kernels run: tests/cuda.
 BUDGETS = [
-    (r"forward_half_kernel|backward_half_kernel|bias_half_kernel", 255),
+    (r"decode_half_kernel|forward_half_kernel|backward_half_kernel|bias_half_kernel", 255),
     (r"bias_tangent_half_kernel", 200),
     (r"forward_tangent_half_kernel|backward_tangent_half_kernel", 255),
     (r"_wide_kernel<.*double|wide_gradient_kernel|wide_bias_kernel<.*double", 255),

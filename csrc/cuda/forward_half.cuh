@@ -256,7 +256,7 @@ const char* forward_half(const Attention& a, void* scratch, Stream stream) {
   const int64_t tiles = ceil_div(a.queries, F::kRows);
   const char* error = launch(forward_half_kernel<F>, {tiles * parts.count, a.batch * a.heads},
                              F::kThreads, F::kSharedBytes, stream, a, sums, parts);
-  return error ? error : finish_rows<S>(a, sums, parts, stream);
+  return error ? error : finish_rows<S>(a, sums, parts, a.queries, stream);
 }
 
 }  // namespace mha_ext::cuda
