@@ -323,7 +323,9 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 2)
   const Range any = seen_by_any(a, place.b, 0, a.queries - 1);
   const Range all = seen_by_all(a, place.b, 0, a.queries - 1);
   const int64_t begin = max_of(any.begin, part * parts.size) / F::kKeys * F::kKeys;
-  const int64_t end = min_of(any.end, (part + 1) * parts.size);
+  // The band of a query may begin after the last key.
+  const int64_t last = min_of(key_count(a, place.b), (part + 1) * parts.size);
+  const int64_t end = min_of(any.end, last);
   if (end <= begin && parts.count > 1) {  // nothing is seen here
     float* to = sums.rows + ((group * parts.count + part) * all_rows + place.row0) * 2;
     if (thread_id() < 2 * place.rows) to[thread_id()] = thread_id() % 2 ? 0 : -INFINITY;
@@ -400,6 +402,7 @@ const char* decode_half(const Attention& a, void* scratch, Stream stream) {
 
 template <class S>
 const char* decode_widths(const Attention& a, void* scratch, Stream stream) {
+  if (a.heads == 0) return nullptr;
   const int64_t width = max_of(a.head_dim, a.value_dim);
   const bool few = a.heads / a.kv_heads * a.queries <= 16;
   if (width <= 64)
