@@ -17,7 +17,8 @@ struct HalfDecode {
   static constexpr int kKeys = kWidth <= 64 ? 32 : 16, kPlaces = 3;
   static constexpr int kStages = kQueriesStay ? kPlaces - 1 : kPlaces;
   static constexpr int kHeld = kQueriesStay ? 1 : kWidth / 16;  // fragments of the queries
-  static constexpr int kWarps = kWidth <= 128 ? 4 : 2, kThreads = kWarps * kWarp;
+  // Small blocks: while one begins or ends, others of the multiprocessor keep the memory busy.
+  static constexpr int kWarps = kWidth <= 128 ? 2 : 1, kThreads = kWarps * kWarp;
   static constexpr int kStep = kWarps * kKeys;
   static constexpr int kRows = 16 * kFragments, kColumns = kKeys / 8, kSteps = kKeys / 16;
   static constexpr int kRowBytes = 2 * kWidth, kTileBytes = kKeys * kRowBytes;
@@ -94,6 +95,21 @@ DEVICE void decode_visible(const Attention& a, const DecodePlace& place, int64_t
       }
       visible[m] |= bits << 16 * half;
     }
+  }
+}
+
+// What a tile of these pairs has, to the cache: it is read when the tile is.
+template <class F>
+DEVICE void prefetch_pairs(const Pairs& pairs, const Attention& a, const DecodePlace& place,
+                           int64_t k0) {
+  if (!pairs.data) return;
+#pragma unroll
+  for (int n = 0; n < 2 * F::kFragments; n++) {
+    if (8 * n >= place.rows) break;
+    const DecodeRow row = lane_row(a, place, n / 2, n % 2);
+    const int64_t at =
+        place.b * pairs.batch + row.h * pairs.head + row.i * pairs.query + k0 * pairs.key;
+    prefetch((const char*)pairs.data + at * pairs.item_size);
   }
 }
 
@@ -222,7 +238,7 @@ DEVICE void copy_decode_rows(const Attention& a, const DecodePlace& place, Addre
   if (p * 16 >= (bytes + 31) / 32 * 32) return;
   const int valid = (int)max_of(0, min_of(16, bytes - p * 16));
 #pragma unroll 1
-  for (int r = lane_id() / kPieces; r < F::kRows; r += kWarp / kPieces) {
+  for (int r = lane_id() / kPieces; r < place.rows; r += kWarp / kPieces) {
     const DecodeRow row = decode_row(a, place, r);
     const char* from = rows.first + row.h * head + row.i * rows.stride + (valid ? p * 16 : 0);
     copy_piece(to + swizzled<F::kRowBytes>(r, p), from, valid, piece);
@@ -288,24 +304,27 @@ DEVICE void merge_warps(const Attention& a, const DecodePlace& place, int64_t pa
   sync_block();
   const int columns = (int)a.value_dim;
 #pragma unroll 1
-  for (int at = thread_id(); at < place.rows * F::kWidth; at += F::kThreads) {
-    const int r = at / F::kWidth, d = at % F::kWidth;
-    if (d >= columns) continue;
-    float sum = 0;
+  for (int r = warp_id(); r < place.rows; r += F::kWarps) {
+    const DecodeRow row = decode_row(a, place, r);
+    S* out = (S*)a.out.data + place.b * a.out.batch + row.h * a.out.head + row.i * a.out.row;
+    float* to = sums.out + ((group * parts.count + part) * all_rows + place.row0 + r) * columns;
 #pragma unroll
-    for (int w = 0; w < F::kWarps; w++) sum += load_shared<float>(F::sum_row(w, r) + 4 * d);
-    if (parts.count == 1) {
-      const DecodeRow row = decode_row(a, place, r);
-      narrow(sum,
-             (S*)a.out.data + place.b * a.out.batch + row.h * a.out.head + row.i * a.out.row + d);
-    } else {
-      sums.out[((group * parts.count + part) * all_rows + place.row0 + r) * columns + d] = sum;
+    for (int n = 0; n < F::kWidth / kWarp; n++) {
+      const int d = n * kWarp + lane;
+      float sum = 0;
+#pragma unroll
+      for (int w = 0; w < F::kWarps; w++) sum += load_shared<float>(F::sum_row(w, r) + 4 * d);
+      if (d >= columns) break;
+      if (parts.count == 1)
+        narrow(sum, out + d);
+      else
+        to[d] = sum;
     }
   }
 }
 
 template <class F>
-__global__ void LAUNCH_BOUNDS(F::kThreads, 2)
+__global__ void LAUNCH_BOUNDS(F::kThreads, 4)
     decode_half_kernel(const GRID_CONSTANT Attention a, const PartialSums<float> sums,
                        const KeyParts parts) {
   using S = typename F::S;
@@ -341,11 +360,13 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 2)
                                                lane_id());
       copy_rows<F::kKeys, F::kRowBytes, kWarp>(tile + F::kTileBytes, values, k0, count,
                                                (int)a.value_dim * 2, lane_id());
+      prefetch_pairs<F>(a.mask, a, place, k0);
+      prefetch_pairs<F>(a.bias, a, place, k0);
     }
     copy_commit();
   };
   // Few keys have only two places, of which they take one.
-  Address queries = F::key_tile(parts.size <= F::kStep ? 1 : F::kPlaces - 1);
+  Address queries = F::key_tile(a.keys <= F::kStep ? 1 : F::kPlaces - 1);
   copy_decode_rows<F>(a, place, queries);
   copy_commit();
   int64_t k0 = begin + warp_id() * F::kKeys;
@@ -396,7 +417,7 @@ const char* decode_half(const Attention& a, void* scratch, Stream stream) {
   const int64_t rows = a.heads / a.kv_heads * a.queries;
   const char* error =
       launch(decode_half_kernel<F>, {ceil_div(rows, F::kRows) * parts.count, a.batch * a.kv_heads},
-             F::kThreads, F::shared_bytes(parts.size <= F::kStep), stream, a, sums, parts);
+             F::kThreads, F::shared_bytes(a.keys <= F::kStep), stream, a, sums, parts);
   return error ? error : finish_rows<S>(a, sums, parts, rows, stream);
 }
 

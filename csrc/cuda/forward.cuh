@@ -26,10 +26,10 @@ HOST_DEVICE KeyParts key_parts(const Attention& a) {
   constexpr int64_t kOneTile = 128;
   if (a.queries > kOneTile) return {1, max_of(a.keys, 1)};
   int64_t limit = a.queries <= kFewQueries ? 64 : 8, least = 1024;
-  if (decodes(a)) {  // least: what a block reads is 128 KiB
+  if (decodes(a)) {  // a block reads 64 or 128 KiB
     const int64_t width = max_of(a.head_dim, a.value_dim);
     limit = 128;
-    least = width <= 64 ? 512 : width <= 128 ? 256 : 128;
+    least = width <= 64 ? 512 : width <= 128 && a.keys > 2048 ? 256 : 128;
   }
   const int64_t count = max_of(1, min_of(limit, ceil_div(a.keys, least)));
   const int64_t size = max_of(kTile, ceil_div(ceil_div(a.keys, count), kTile) * kTile);

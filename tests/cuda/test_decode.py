@@ -172,4 +172,4 @@ def test_keys_are_read_once_for_all_their_heads() -> None:
     """The blocks: a part each, for all heads of a group; and one for each row of the result."""
     call(mha_ext.attention, make(replace(sized(torch.bfloat16, SIZES[0]), batch=1)))
     report = emulated.library().report
-    assert report.launches == 2 and report.blocks == 2 * 3 + 8
+    assert report.launches == 2 and report.blocks == 2 * 6 + 8
