@@ -25,7 +25,7 @@ import toolchain  # noqa: E402
 # registers leaves room for one more on a multiprocessor. Dynamic shared memory is checked where the
 # kernels run: tests/cuda.
 BUDGETS = [
-    (r"forward_half_kernel|backward_half_kernel|bias_half_kernel", 255),
+    (r"decode_half_kernel|forward_half_kernel|backward_half_kernel|bias_half_kernel", 255),
     (r"forward_split_kernel|backward_split_kernel", 255),
     (r"::split_kernel", 64),
     (r"bias_tangent_half_kernel", 200),

@@ -13,16 +13,29 @@ const char* forward_of(const Attention& a, void* scratch, Stream stream);
 template <class S>
 const char* forward_hopper_of(const Attention& a, Stream stream);
 
+// In 16 bits few queries have a kernel of their own (decode_half.cuh).
+template <class S>
+const char* decode_of(const Attention& a, void* scratch, Stream stream);
+constexpr int64_t kFewQueries = 16;
+HOST_DEVICE bool decodes(const Attention& a) {
+  return a.queries <= kFewQueries && (a.dtype == DType::kBFloat16 || a.dtype == DType::kFloat16);
+}
+
 // Few queries leave most of a GPU idle, so their keys are cut into parts. The cut depends on the
-// lengths alone: a result does not depend on what else is in the batch.
+// lengths and widths alone: a result does not depend on what else is in the batch.
 struct KeyParts {
   int64_t count, size;
 };
 HOST_DEVICE KeyParts key_parts(const Attention& a) {
-  constexpr int64_t kSize = 1024, kFewQueries = 16, kOneTile = 128;
+  constexpr int64_t kOneTile = 128;
   if (a.queries > kOneTile) return {1, max_of(a.keys, 1)};
-  const int64_t limit = a.queries <= kFewQueries ? 64 : 8;
-  const int64_t count = max_of(1, min_of(limit, ceil_div(a.keys, kSize)));
+  int64_t limit = a.queries <= kFewQueries ? 64 : 8, least = 1024;
+  if (decodes(a)) {  // a block reads 64 or 128 KiB
+    const int64_t width = max_of(a.head_dim, a.value_dim);
+    limit = 128;
+    least = width <= 64 ? 512 : width <= 128 && a.keys > 2048 ? 256 : 128;
+  }
+  const int64_t count = max_of(1, min_of(limit, ceil_div(a.keys, least)));
   const int64_t size = max_of(kTile, ceil_div(ceil_div(a.keys, count), kTile) * kTile);
   return {max_of(1, ceil_div(a.keys, size)), size};
 }
@@ -32,15 +45,16 @@ inline bool in_pieces(const Rows& rows, int64_t batch, int64_t heads) {
   return (uintptr_t)rows.data % 16 == 0 && strides % 8 == 0;
 }
 inline bool hopper_takes(const Attention& a) {
-  constexpr int64_t kFewQueries = 64;
-  return a.queries > kFewQueries && key_parts(a).count == 1 &&
+  constexpr int64_t kOneFragment = 64;
+  return a.queries > kOneFragment && key_parts(a).count == 1 &&
          max_of(a.head_dim, a.value_dim) <= 128 && in_pieces(a.query, a.batch, a.heads) &&
          in_pieces(a.key, a.batch, a.kv_heads) && in_pieces(a.value, a.batch, a.kv_heads) &&
          on_hopper();
 }
 
-// What parts leave, T [B H, parts, Lq, Dv] and [B H, parts, Lq, 2]: sums of P V, and the level and
-// sum of P of each row.
+// What parts leave: sums of P V, and the level and sum of P of each row. The rows [B H Lq] are cut
+// into groups of `rows` (those of one head, or of all heads that share their keys), and there are
+// T [groups, parts, rows, Dv] and T [groups, parts, rows, 2].
 template <class T>
 struct PartialSums {
   T *out, *rows;
@@ -66,40 +80,84 @@ DEVICE Place place_of(const Attention& a, int64_t row, int64_t queries, int64_t 
   return {b, h, kv_head(a, h), (tiles - 1 - tile) * queries, blockIdx.x % parts};
 }
 
-// Adds the parts of one row in order; one warp a row, its lanes along the width.
+// Adds the parts of one row, which is a block's: its warps take parts in turn, their lanes columns.
+// `rows`: see PartialSums.
+constexpr int kCombineWarps = 4;
+template <class T>
+constexpr int kCombineColumns = 4 * kWarp * 4 / (int)sizeof(T);  // at once
+template <class T>
+constexpr int kCombineBytes = kCombineWarps * kCombineColumns<T> * (int)sizeof(T);
 template <class S, class T>
-__global__ void LAUNCH_BOUNDS(kRowThreads, 8)
-    combine_kernel(const GRID_CONSTANT Attention a, const PartialSums<T> sums,
-                   const KeyParts parts) {
-  const int64_t row = grid_row();
-  const int64_t i = (int64_t)blockIdx.x * (kRowThreads / kWarp) + warp_id();
-  if (row >= a.batch * a.heads || i >= a.queries) return;
-  const int64_t b = row / a.heads, h = row % a.heads;
-  const int64_t first = row * parts.count * a.queries + i;
+__global__ void LAUNCH_BOUNDS(kCombineWarps* kWarp, 8)
+    combine_kernel(const GRID_CONSTANT Attention a, const PartialSums<T> sums, const KeyParts parts,
+                   int64_t rows) {
+  const int64_t row = grid_row(), i = blockIdx.x;
+  if (row >= a.batch * a.heads) return;
+  const int64_t b = row / a.heads, h = row % a.heads, n = row * a.queries + i;
+  const int64_t first = n / rows * parts.count * rows + n % rows;
+  const int lane = lane_id(), count = (int)parts.count;
+  // A part that has seen nothing has l = 0, and nothing else; -inf - -inf would be NaN.
   T level = -(T)INFINITY, l = 0;
-  for (int64_t p = 0; p < parts.count; p++) {
-    const T* part = sums.rows + (first + p * a.queries) * 2;
+  for (int p = lane; p < count; p += kWarp) {
+    const T* part = sums.rows + (first + p * rows) * 2;
     if (part[1] != 0 && part[0] > level) level = part[0];
   }
-  // A part that has seen nothing has l = 0; -inf - -inf would be NaN.
-#pragma unroll 1
-  for (int64_t p = 0; p < parts.count; p++) {
-    const T* part = sums.rows + (first + p * a.queries) * 2;
+#pragma unroll
+  for (int lanes = 1; lanes < kWarp; lanes *= 2) {
+    const T other = shuffle_xor(level, lanes);
+    level = other > level ? other : level;
+  }
+  for (int p = lane; p < count; p += kWarp) {
+    const T* part = sums.rows + (first + p * rows) * 2;
     if (part[1] != 0) l += part[1] * Softmax<S>::power(part[0] - level);
   }
+#pragma unroll
+  for (int lanes = 1; lanes < kWarp; lanes *= 2) l += shuffle_xor(l, lanes);
   const T factor = l != 0 ? (T)a.dropout.keep_scale / l : (T)0;
   S* out = (S*)a.out.data + b * a.out.batch + h * a.out.head + i * a.out.row;
-  for (int64_t d = lane_id(); d < a.value_dim; d += kWarp) {
-    T sum = 0;
+
+  constexpr int kColumns = kCombineColumns<T>, kEach = kColumns / kWarp;
+  constexpr int kParts = kWarp / kCombineWarps;  // of 32, those of one warp
+  for (int64_t d0 = 0; d0 < a.value_dim; d0 += kColumns) {
+    T sum[kEach] = {};
 #pragma unroll 1
-    for (int64_t p = 0; p < parts.count; p++) {
-      const int64_t at = first + p * a.queries;
-      if (sums.rows[at * 2 + 1] != 0)
-        sum += sums.out[at * a.value_dim + d] * Softmax<S>::power(sums.rows[at * 2] - level);
+    for (int p0 = 0; p0 < count; p0 += kWarp) {
+      const T* part = sums.rows + (first + (p0 + lane) * rows) * 2;
+      const bool some = p0 + lane < count && part[1] != 0;
+      const T weight = some ? Softmax<S>::power(part[0] - level) : (T)0;
+      const uint32_t seen = ballot(some);
+      T x[kParts][kEach];
+#pragma unroll
+      for (int j = 0; j < kParts; j++) {
+        const int p = kCombineWarps * j + warp_id();
+        const T* from = sums.out + (first + (p0 + p) * rows) * a.value_dim + d0 + lane;
+#pragma unroll
+        for (int e = 0; e < kEach; e++) {
+          x[j][e] = 0;
+          if (seen >> p & 1 && d0 + lane + kWarp * e < a.value_dim) x[j][e] = from[kWarp * e];
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kParts; j++) {
+        const T w = shuffle(weight, kCombineWarps * j + warp_id());
+#pragma unroll
+        for (int e = 0; e < kEach; e++) sum[e] += x[j][e] * w;
+      }
     }
-    narrow(sum * factor, out + d);
+    sync_block();  // what was here has been read
+#pragma unroll
+    for (int e = 0; e < kEach; e++)
+      store_shared((Address)((warp_id() * kColumns + lane + kWarp * e) * sizeof(T)), sum[e]);
+    sync_block();
+    const int64_t d = d0 + thread_id();
+    if (thread_id() >= kColumns || d >= a.value_dim) continue;
+    T total = 0;
+#pragma unroll
+    for (int w = 0; w < kCombineWarps; w++)
+      total += load_shared<T>((Address)((w * kColumns + thread_id()) * sizeof(T)));
+    narrow(total * factor, out + d);
   }
-  if (lane_id() == 0) store_lse<S>(a, row * a.queries + i, level, l);
+  if (thread_id() == 0) store_lse<S>(a, n, level, l);
 }
 
 // With empty_rows="uniform" a row without any key has P = 1 / Lk over all of them. Such rows are
@@ -133,13 +191,15 @@ __global__ void LAUNCH_BOUNDS(kRowThreads, 8)
 }
 
 // What is left when the tiles are done: the parts are added, empty rows get what they ask for.
+// `rows`: see PartialSums.
 template <class S, class T>
 const char* finish_rows(const Attention& a, const PartialSums<T>& sums, const KeyParts& parts,
-                        Stream stream) {
+                        int64_t rows, Stream stream) {
   const Grid grid{ceil_div(a.queries, kRowThreads / kWarp), a.batch * a.heads};
   const char* error = nullptr;
   if (parts.count > 1)
-    error = launch(combine_kernel<S, T>, grid, kRowThreads, 0, stream, a, sums, parts);
+    error = launch(combine_kernel<S, T>, {a.queries, a.batch * a.heads}, kCombineWarps * kWarp,
+                   kCombineBytes<T>, stream, a, sums, parts, rows);
   if (!error && a.uniform_empty_rows && a.keys > 0)
     error = launch(uniform_rows_kernel<S>, grid, kRowThreads, 0, stream, a,
                    (T)(a.dropout.keep_scale / (double)a.keys));

@@ -5,6 +5,8 @@ namespace mha_ext::cuda {
 
 template <>
 const char* forward_hopper_of<Float16>(const Attention& a, Stream stream);
+template <>
+const char* decode_of<Float16>(const Attention& a, void* scratch, Stream stream);
 
 template <>
 const char* forward_of<Float16>(const Attention& a, void* scratch, Stream stream) {

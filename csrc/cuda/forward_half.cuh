@@ -319,16 +319,19 @@ const char* forward_half(const Attention& a, void* scratch, Stream stream) {
   const int64_t tiles = ceil_div(a.queries, F::kRows);
   const char* error = launch(forward_half_kernel<F>, {tiles * parts.count, a.batch * a.heads},
                              F::kThreads, shared_bytes<F>(a), stream, a, sums, parts);
-  return error ? error : finish_rows<S>(a, sums, parts, stream);
+  return error ? error : finish_rows<S>(a, sums, parts, a.queries, stream);
 }
 
 template <class S>
 const char* forward_of_half(const Attention& given, void* scratch, Stream stream) {
+  if (decodes(given)) return decode_of<S>(given, scratch, stream);
   Attention a = given;
   if (const char* error = pack_mask(a, scratch, stream)) return error;
   if (hopper_takes(a)) {
     const char* error = forward_hopper_of<S>(a, stream);
-    return error ? error : finish_rows<S>(a, partial_sums<float>(a, scratch), key_parts(a), stream);
+    return error ? error
+                 : finish_rows<S>(a, partial_sums<float>(a, scratch), key_parts(a), a.queries,
+                                  stream);
   }
   const int64_t width = max_of(a.head_dim, a.value_dim);
   if (width <= 64) return forward_half<S, 64>(a, scratch, stream);

@@ -14,24 +14,14 @@ struct HopperForward {
   static constexpr bool kOwnsKeys = false;
   static constexpr bool kPlain = kPlain_;  // no mask, bias or dropout, and scale > 0
   static constexpr int kWidth = kWidth_;   // D and Dv are at most this
-#ifndef KEYS
-#define KEYS 128
-#endif
-  static constexpr int kKeys = kPlain && kWidth <= 64 ? KEYS : 128, kWords = kKeys / 64;
+  static constexpr int kKeys = 128, kWords = kKeys / 64;
   static constexpr int kFragments = 1, kColumns = kKeys / 8, kSteps = kKeys / 16;
-#ifndef CONSUMERS
-#define CONSUMERS 3
-#endif
-  static constexpr int kConsumers = kPlain && kWidth <= 64 ? CONSUMERS : 2;
+  static constexpr int kConsumers = 2;
   static constexpr int kThreads = (1 + kConsumers) * kGroup;
   // Of a thread: 65536 in all.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-  static constexpr int kRows = 64 * kConsumers, kPanels = kWidth / 64, kStages = 2;
-#ifndef TURNS
-#define TURNS 1
-#endif
-  static constexpr bool kTurns = TURNS;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kRows = 64 * kConsumers, kPanels = kWidth / 64,
+                       kStages = kWidth <= 64 ? 3 : 2;
   static constexpr int kTileBytes = kKeys * 2 * kWidth, kQueryBytes = kRows * 2 * kWidth;
   static constexpr Address kFirst = kQueryBytes, kBarriers = kFirst + 2 * kStages * kTileBytes;
   using Keys = Ring<kStages, kTileBytes, kFirst, kBarriers>;
@@ -224,15 +214,9 @@ DEVICE bool consume_tiles(const Attention& a, const HopperBlock& of, const SeenT
   bool partial = false;
   clear_fragments(s);
 
-  // While one warpgroup has its products, the other has its exponentials.
-  constexpr int kLast = F::kConsumers;
-  const int own = warp_id() / 4, next = own == kLast ? 1 : own + 1;
-  if (F::kTurns && own == kLast) arrive_some(1, 2 * kGroup);
   F::Queries::wait_full(turns.queries);
   Keys::wait_full(turn);
-  if (F::kTurns) sync_some(own, 2 * kGroup);
   start_rows<S, F::kRows, F::kKeys, F::kWidth>(0, row, Keys::tile(turn), s[0]);
-  if (F::kTurns && (own < kLast || of.count > 1)) arrive_some(next, 2 * kGroup);
   wait_products<0>();
   pin(s[0]);
   Keys::left(turn);
@@ -246,11 +230,9 @@ DEVICE bool consume_tiles(const Attention& a, const HopperBlock& of, const SeenT
 #pragma unroll 1
   for (int n = 1; n < of.count; n++) {
     Keys::wait_full(turn);
-    if (F::kTurns) sync_some(own, 2 * kGroup);
     start_rows<S, F::kRows, F::kKeys, F::kWidth>(0, row, Keys::tile(turn), s[0]);
     Values::wait_full(before);
     start_across<S, F::kKeys>(p[0], Values::tile(before), rows.out[0]);
-    if (F::kTurns && (own < kLast || n + 1 < of.count)) arrive_some(next, 2 * kGroup);
     wait_products<1>();
     pin(s[0]);
     Keys::left(turn);

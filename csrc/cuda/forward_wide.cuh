@@ -151,7 +151,7 @@ const char* forward_wide(const Attention& a, void* scratch, Stream stream) {
   const int64_t tiles = ceil_div(a.queries, F::kRows);
   const char* error = launch(forward_wide_kernel<F>, {tiles * parts.count, a.batch * a.heads},
                              F::kThreads, F::kSharedBytes, stream, a, sums, parts);
-  return error ? error : finish_rows<T>(a, sums, parts, stream);
+  return error ? error : finish_rows<T>(a, sums, parts, a.queries, stream);
 }
 
 }  // namespace mha_ext::cuda

@@ -87,6 +87,11 @@ DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLatest) : "memory");
 }
 
+// Brings what is there nearer; it is read later.
+DEVICE void prefetch(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
+}
+
 // Four 8 x 8 matrices of 16-bit elements. Lane 8 i + r gives the address of row r of matrix i, and
 // lane l gets elements 2 (l % 4) and the next of row l / 4 of matrix i in to[i]; transposed: of
 // column l / 4.

@@ -72,6 +72,8 @@ void copy_wait() {
   emulator::copy_wait(kLatest);
 }
 
+inline void prefetch(const void*) {}
+
 struct MatrixLoad {
   uint32_t* to;
   Address row;
