@@ -95,6 +95,27 @@ void copy_commit();
 void copy_wait(int latest);
 void count_product();
 
+// Compute capability 9.0: barriers by their address, by number, and products of a warpgroup, which
+// are computed when a thread first waits for them. c holds NaN until then.
+constexpr int kGroupThreads = 128;
+void barrier_init(uint32_t at, int count);
+void barrier_arrive(uint32_t at);
+void barrier_wait(uint32_t at, int parity);
+void numbered_barrier(int number, int threads, bool waits);
+void fence_products();
+void set_registers(int count, bool more);
+struct GroupProduct {
+  uint64_t a, b;  // operands
+  int columns;
+  bool in_registers, across, add;
+  float (*widen)(uint16_t);
+  bool operator==(const GroupProduct&) const = default;
+};
+void begin_products();
+void commit_products();
+void issue_product(const GroupProduct& what, float* c, const uint32_t* a);
+void wait_products(int latest);
+
 }  // namespace emulator
 
 #define threadIdx (emulator::thread_index())
