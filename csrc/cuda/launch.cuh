@@ -17,14 +17,24 @@ DEVICE int64_t grid_row() { return blockIdx.y + (int64_t)blockIdx.z * gridDim.y;
 // What the smallest GPUs of compute capability 8.0 and later give a block that asks for it. Always
 // the same: another thread may start the kernel, with another size, between the two calls.
 constexpr int kMostSharedBytes = 99 * 1024;
+constexpr int kHopperSharedBytes = 227 * 1024;  // for kernels of compute capability 9.0
+// Whether the current device is one of compute capability 9.0.
+inline bool on_hopper() {
+  int device = 0, major = 0, minor = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
+         major == 9 && minor == 0;
+}
 // nullptr, or what CUDA says is wrong.
 template <class... Parameters>
 const char* launch(void (*kernel)(Parameters...), Grid grid, int threads, int shared_bytes,
                    Stream stream, const Parameters&... parameters) {
   if (grid.x == 0 || grid.rows == 0) return nullptr;
   if (shared_bytes > 48 * 1024) {
+    const int most = shared_bytes > kMostSharedBytes ? kHopperSharedBytes : kMostSharedBytes;
     const cudaError_t error = cudaFuncSetAttribute(
-        (const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostSharedBytes);
+        (const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
     if (error != cudaSuccess) return cudaGetErrorString(error);
   }
   constexpr int64_t kGridLimit = 65535;
@@ -39,6 +49,7 @@ const char* launch(void (*kernel)(Parameters...), Grid grid, int threads, int sh
 }
 #else
 #define LAUNCH_BOUNDS(threads, blocks)
+inline bool on_hopper() { return emulator::is_hopper(); }
 template <class... Parameters>
 const char* launch(void (*kernel)(Parameters...), Grid grid, int threads, int shared_bytes, Stream,
                    const Parameters&... parameters) {

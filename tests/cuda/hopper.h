@@ -145,7 +145,6 @@ void wake_all() {
 }
 template <class Condition>
 void sleep_until(const Condition& condition) {
-  if (m.warps[m.running / 32].arrived) fail("a lane waits while its warp waits for it");
   while (!condition()) {
     hopper.sleepers.push_back(m.running);
     give_way(false);
@@ -419,7 +418,6 @@ void issue_product(const GroupProduct& what, float* c, const uint32_t* a) {
   GroupThread& thread = hopper.threads[m.running];
   Warpgroup& group = hopper.groups[number];
   if (!thread.begun) fail("a product without begin_products");
-  if (m.warps[m.running / 32].arrived) fail("a lane has a product while its warp waits for it");
   const size_t at = thread.issued - group.first;
   if (at == group.issues.size()) {
     check_operand(what.b, what.across);
