@@ -63,38 +63,83 @@ DEVICE HopperNumbers hopper_numbers(const Attention& a, const AttentionGrad& g, 
   return to;
 }
 
+// Where a warp is, in few registers: its own rows, against one of the block's tiles.
+struct HopperPlace {
+  int b, own, h, tile;           // own: in units of 16 rows
+  int first, end, all, all_end;  // tiles of the block, and those that need no look
+  DEVICE_MEMBER void next() {
+    if (++tile < end) return;
+    tile = first;
+    h++;
+  }
+};
+DEVICE HopperPlace first_place(const HalfBlock& of) {
+  return {(int)of.b,    (int)(of.own0 / 16), of.head * of.group, of.block.any,
+          of.block.any, of.block.any_end,    of.seen.all,        of.seen.all_end};
+}
+
+// What one half of the producer copies, scores or values, in few registers.
+struct HopperSource {
+  const char* data;  // from the piece of this thread on
+  int64_t head, row;
+  int bytes;  // of that piece
+};
+template <class S>
+DEVICE HopperSource source_of(const Rows& scores, const Rows& values, int head_dim, int value_dim,
+                              int b, int piece) {
+  const bool first = thread_id() < kGroup / 2;
+  const char* data = (const char*)(first ? scores.data : values.data);
+  const int64_t batch = first ? scores.batch : values.batch;
+  const int bytes = (first ? head_dim : value_dim) * 2 - piece * 16;
+  return {data + b * batch * 2 + (bytes > 0 ? piece * 16 : 0),
+          (first ? scores.head : values.head) * 2, (first ? scores.row : values.row) * 2,
+          (int)max_of(0, min_of(16, bytes))};
+}
+// kRows rows into panels; zero beyond `rows` and the width.
+template <int kRows, int kPanels>
+DEVICE void copy_tile(Address to, const HopperSource& from, int64_t head, int64_t begin, int rows) {
+  constexpr int kPieces = 8 * kPanels, kStep = kGroup / 2 / kPieces;
+  static_assert(kStep % 4 == 0 && kRows % kStep == 0);
+  int r = thread_id() % (kGroup / 2) / kPieces;
+  const char* source = from.data + head * from.head + (begin + r) * from.row;
+  to += paneled<kRows>(r, thread_id() % kPieces);
+#pragma unroll 2
+  for (int i = 0; i < kRows / kStep; i++) {
+    // A row that does not exist is not read, but its address must be one.
+    copy_async<16>(to, r < rows ? source : from.data, r < rows ? from.bytes : 0);
+    r += kStep;
+    source += kStep * from.row;
+    to = (to + kStep * kPanelBytes) ^ (kStep % 8 ? 64 : 0);  // the place of the piece in that row
+  }
+}
+
 // The producer's side: what the block owns, then one tile after the other.
 template <class F>
-DEVICE void produce_others(const Attention& a, const AttentionGrad& g, const HalfBlock& of,
+DEVICE void produce_others(const Attention& a, const AttentionGrad& g, HopperPlace at, int count,
                            typename F::At& turn) {
   using S = typename F::S;
   using Tiles = typename F::Tiles;
   constexpr bool kKeys = F::kOwnsKeys;
-  const int thread = thread_id(), count = of.count();
+  const int thread = thread_id(), piece = thread % (8 * F::kPanels);
+  const bool first = thread < kGroup / 2;
   {
-    const int rows = (int)min_of(F::kRows, of.rows - of.block0);
-    copy_panels<F::kRows, F::kPanels>(F::kOwnScores,
-                                      head_rows<S>(kKeys ? a.key : a.query, of.b, of.head),
-                                      of.block0, rows, (int)a.head_dim * 2, thread);
-    copy_panels<F::kRows, F::kPanels>(F::kOwnValues,
-                                      head_rows<S>(kKeys ? a.value : g.grad_out, of.b, of.head),
-                                      of.block0, rows, (int)a.value_dim * 2, thread);
+    const HopperSource own = source_of<S>(kKeys ? a.key : a.query, kKeys ? a.value : g.grad_out,
+                                          (int)a.head_dim, (int)a.value_dim, at.b, piece);
+    const int64_t own0 = (int64_t)at.own * 16;
+    copy_tile<F::kRows, F::kPanels>(first ? F::kOwnScores : F::kOwnValues, own,
+                                    kKeys ? kv_head(a, at.h) : at.h, own0,
+                                    (int)min_of(F::kRows, (kKeys ? a.keys : a.queries) - own0));
   }
-  const int64_t others = kKeys ? a.queries : a.keys;
+  const HopperSource others = source_of<S>(kKeys ? a.query : a.key, kKeys ? g.grad_out : a.value,
+                                           (int)a.head_dim, (int)a.value_dim, at.b, piece);
   typename F::At before = turn;
-  HalfPlace at = of.before();
 #pragma unroll 1
-  for (int n = 0; n < count; n++) {
-    at = of.after(at);
-    const int64_t head = kKeys ? at.h : kv_head(a, at.h), other0 = (int64_t)at.tile * F::kOthers;
-    const int rows = (int)min_of(F::kOthers, others - other0);
+  for (int n = 0; n < count; n++, at.next()) {
+    const int64_t other0 = (int64_t)at.tile * F::kOthers;
+    const int rows = (int)min_of(F::kOthers, (kKeys ? a.queries : a.keys) - other0);
     Tiles::wait_free(turn);
-    copy_panels<F::kOthers, F::kPanels>(F::score_tile(turn),
-                                        head_rows<S>(kKeys ? a.query : a.key, of.b, head), other0,
-                                        rows, (int)a.head_dim * 2, thread);
-    copy_panels<F::kOthers, F::kPanels>(F::value_tile(turn),
-                                        head_rows<S>(kKeys ? g.grad_out : a.value, of.b, head),
-                                        other0, rows, (int)a.value_dim * 2, thread);
+    copy_tile<F::kOthers, F::kPanels>(first ? F::score_tile(turn) : F::value_tile(turn), others,
+                                      kKeys ? at.h : kv_head(a, at.h), other0, rows);
     copy_commit();
     if (n > 0) {
       copy_wait<1>();
@@ -104,7 +149,7 @@ DEVICE void produce_others(const Attention& a, const AttentionGrad& g, const Hal
       if (thread < 64) {
         HopperNumbers numbers = {INFINITY, 0, INFINITY, 0, false};
         if (thread < rows)
-          numbers = hopper_numbers(a, g, (of.b * a.heads + at.h) * a.queries + other0 + thread);
+          numbers = hopper_numbers(a, g, (at.b * a.heads + at.h) * a.queries + other0 + thread);
         const Address to = F::numbers(turn) + (Address)(4 * thread);
         store_shared(to, numbers.level);
         store_shared(to + 256, numbers.delta);
@@ -117,7 +162,7 @@ DEVICE void produce_others(const Attention& a, const AttentionGrad& g, const Hal
     turn.next();
   }
   copy_wait<0>();
-  if (count > 0) Tiles::filled(before);
+  Tiles::filled(before);
 }
 
 // What a consumer has of a tile beside S and dP: which pairs are visible, and whether not all are.
@@ -127,22 +172,21 @@ struct HopperPairs {
   bool partial;
 };
 template <class F>
-DEVICE void hopper_visible(const Attention& a, const HalfPlace& at, const SeenTiles& seen,
-                           HopperPairs<F>& pairs) {
+DEVICE void hopper_visible(const Attention& a, const HopperPlace& at, HopperPairs<F>& pairs) {
   using Part = typename F::Part;
-  pairs.partial = at.tile < seen.all || at.tile >= seen.all_end;
+  pairs.partial = at.tile < at.all || at.tile >= at.all_end;
 #pragma unroll
   for (int part = 0; part < F::kParts; part++) {
     uint32_t bits[1] = {~0u};
     if (pairs.partial) {
-      const int64_t other0 = (int64_t)at.tile * F::kOthers + 64 * part;
+      const int64_t own0 = (int64_t)at.own * 16, other0 = (int64_t)at.tile * F::kOthers + 64 * part;
       if constexpr (F::kOwnsKeys) {
         const int rows = (int)min_of(64, a.queries - other0);
-        fragment_bits_across<Part>(
-            visible_words_across<Part>(a, at.b, at.h, other0, rows, at.own0()), bits);
+        fragment_bits_across<Part>(visible_words_across<Part>(a, at.b, at.h, other0, rows, own0),
+                                   bits);
       } else {
-        const int rows = (int)max_of(0, min_of(16, a.queries - at.own0()));
-        fragment_bits<Part>(visible_word(a, at.b, at.h, at.own0(), rows, other0, 64), bits);
+        const int rows = (int)max_of(0, min_of(16, a.queries - own0));
+        fragment_bits<Part>(visible_word(a, at.b, at.h, own0, rows, other0, 64), bits);
       }
     }
     pairs.visible[part] = bits[0];
@@ -310,16 +354,15 @@ DEVICE void round_tile(HopperTile<F>& tile) {
 
 // All tiles of one consumer; whether any was only partly visible.
 template <class F>
-DEVICE bool consume_others(const Attention& a, const HalfBlock& of, const HopperNumbers (&own)[2],
-                           typename F::At& turn, HopperSums<F>& sums) {
-  const int count = of.count();
+DEVICE bool consume_others(const Attention& a, HopperPlace at, int count,
+                           const HopperNumbers (&own)[2], typename F::At& turn,
+                           HopperSums<F>& sums) {
   HopperTile<F> tile;
   clear_fragments(tile.s);
   clear_fragments(tile.dp);
-  HalfPlace at = of.after(of.before());
   bool partial = false;
   if constexpr (F::kAhead) {
-    hopper_visible<F>(a, at, of.seen, tile.pairs);
+    hopper_visible<F>(a, at, tile.pairs);
     start_tile<F>(turn, tile);
     middle_of_tile<F, 0>(a, turn, own, tile);
     partial |= tile.pairs.partial;
@@ -328,8 +371,8 @@ DEVICE bool consume_others(const Attention& a, const HalfBlock& of, const Hopper
     for (int n = 1; n < count; n++) {
       const typename F::At before = turn;
       turn.next();
-      at = of.after(at);
-      hopper_visible<F>(a, at, of.seen, tile.pairs);
+      at.next();
+      hopper_visible<F>(a, at, tile.pairs);
       // Products start together: what they add to is not touched before all of them are done.
       pin_sums<F>(tile, sums);
       start_tile<F>(turn, tile);
@@ -349,8 +392,8 @@ DEVICE bool consume_others(const Attention& a, const HalfBlock& of, const Hopper
     turn.next();
   } else {
 #pragma unroll 1
-    for (int n = 0; n < count; n++, turn.next(), at = of.after(at)) {
-      hopper_visible<F>(a, at, of.seen, tile.pairs);
+    for (int n = 0; n < count; n++, turn.next(), at.next()) {
+      hopper_visible<F>(a, at, tile.pairs);
       partial |= tile.pairs.partial;
       start_tile<F>(turn, tile);
       middle_of_tile<F, 0>(a, turn, own, tile);
@@ -384,18 +427,15 @@ DEVICE void add_with_care(const uint32_t (&x)[1][F::kSteps][4], const HopperPair
     }
 }
 template <class F>
-DEVICE void consume_with_care(const Attention& a, const HalfBlock& of,
+DEVICE void consume_with_care(const Attention& a, HopperPlace at, int count,
                               const HopperNumbers (&own)[2], typename F::At& turn,
                               HopperSums<F>& sums) {
-  const int count = of.count();
   HopperTile<F> tile;
   clear_fragments(tile.s);
   clear_fragments(tile.dp);
-  HalfPlace at = of.before();
 #pragma unroll 1
-  for (int n = 0; n < count; n++, turn.next()) {
-    at = of.after(at);
-    hopper_visible<F>(a, at, of.seen, tile.pairs);
+  for (int n = 0; n < count; n++, turn.next(), at.next()) {
+    hopper_visible<F>(a, at, tile.pairs);
     start_tile<F>(turn, tile);
     wait_products<0>();
     pin(tile.s[0]);
@@ -435,15 +475,19 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   using S = typename F::S;
   const int64_t row = grid_row();
   if (row >= a.batch * (F::kOwnsKeys ? a.kv_heads : a.heads)) return;
-  const HalfBlock of = half_block<F>(a, row, warp_id() * 16 - 64);
+  // The producer has all rows of the block.
+  const bool produces = warp_id() < 4;
+  const HalfBlock of = half_block<F>(a, row, produces ? 0 : warp_id() * 16 - 64);
+  const HopperPlace at = first_place(of);
+  const int count = of.count();
   if (thread_id() == 0) F::Tiles::init(4 * F::kConsumers);
   sync_block();
   typename F::At turn;
-  if (warp_id() < 4) {
+  if (produces) {
     give_registers<40>();
-    if (of.count() == 0) return;
-    produce_others<F>(a, g, of, turn);
-    if (sync_block_or(false)) produce_others<F>(a, g, of, turn);
+    if (count == 0) return;
+    produce_others<F>(a, g, at, count, turn);
+    if (sync_block_or(false)) produce_others<F>(a, g, at, count, turn);
     return;
   }
   take_registers<232>();
@@ -451,32 +495,32 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   if constexpr (!F::kOwnsKeys) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int64_t i = of.own0 + 8 * half + lane_id() / 4;
+      const int64_t i = (int64_t)at.own * 16 + 8 * half + lane_id() / 4;
       own[half] = {INFINITY, 0, INFINITY, 0, false};
-      if (i < a.queries)
-        own[half] = hopper_numbers(a, g, (of.b * a.heads + of.head) * a.queries + i);
+      if (i < a.queries) own[half] = hopper_numbers(a, g, (at.b * a.heads + at.h) * a.queries + i);
     }
   }
   HopperSums<F> sums;
   clear_sums<F>(sums);
-  if (of.count() > 0) {
-    const bool partial = consume_others<F>(a, of, own, turn, sums);
+  if (count > 0) {
+    const bool partial = consume_others<F>(a, at, count, own, turn, sums);
     // What a hidden pair may have spoilt is done again: nothing else costs time where all is well.
     const bool finite = all_finite(sums.scores) && all_finite(sums.values);
     if (sync_block_or(partial && !finite)) {
       clear_sums<F>(sums);
-      consume_with_care<F>(a, of, own, turn, sums);
+      consume_with_care<F>(a, at, count, own, turn, sums);
     }
   }
+  // From what is kept anyway.
+  const int64_t own0 = (int64_t)at.own * 16, rows = F::kOwnsKeys ? a.keys : a.queries;
+  const int64_t head = F::kOwnsKeys ? kv_head(a, at.h) : at.h;
   const Rows& scores = F::kOwnsKeys ? g.grad_key : g.grad_query;
   const float scale = (float)a.scale, factor[1][2] = {{scale, scale}}, one[1][2] = {{1, 1}};
   if (scores.data)
-    store_fragments<S>(scores, of.b, of.head, of.own0, of.rows, (int)a.head_dim, factor,
-                       sums.scores);
+    store_fragments<S>(scores, at.b, head, own0, rows, (int)a.head_dim, factor, sums.scores);
   if constexpr (F::kValues)
     if (g.grad_value.data)
-      store_fragments<S>(g.grad_value, of.b, of.head, of.own0, of.rows, (int)a.value_dim, one,
-                         sums.values);
+      store_fragments<S>(g.grad_value, at.b, head, own0, rows, (int)a.value_dim, one, sums.values);
 #endif
 }
 
