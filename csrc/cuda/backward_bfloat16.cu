@@ -4,8 +4,15 @@
 namespace mha_ext::cuda {
 
 template <>
+const char* backward_hopper_of<BFloat16>(const Attention& a, const AttentionGrad& g, Stream stream);
+
+template <>
 const char* backward_of<BFloat16>(const Attention& a, const AttentionGrad& g, void* scratch,
                                   Stream stream) {
+  if (backward_hopper_takes(a, g)) {
+    const char* error = run_delta<BFloat16>(a, g, stream);
+    return error ? error : backward_hopper_of<BFloat16>(a, g, stream);
+  }
   return backward_of_half<BFloat16>(a, g, scratch, stream);
 }
 

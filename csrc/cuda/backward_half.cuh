@@ -350,8 +350,9 @@ struct HalfBlock {
     return {at.b, at.own, at.h + (wraps ? 1 : 0), wraps ? block.any : at.tile + 1, at.stage};
   }
 };
+// own: where the rows of this warp begin in the block.
 template <class F>
-DEVICE HalfBlock half_block(const Attention& a, int64_t row) {
+DEVICE HalfBlock half_block(const Attention& a, int64_t row, int own) {
   HalfBlock of;
   const int64_t heads = F::kOwnsKeys ? a.kv_heads : a.heads;
   of.b = row / heads;
@@ -361,7 +362,7 @@ DEVICE HalfBlock half_block(const Attention& a, int64_t row) {
   // Under a causal mask early keys and late queries have the most to do.
   const int64_t blocks = ceil_div(of.rows, F::kRows);
   of.block0 = (F::kOwnsKeys ? blockIdx.x : blocks - 1 - blockIdx.x) * F::kRows;
-  of.own0 = of.block0 + warp_id() * 16;
+  of.own0 = of.block0 + own;
   of.block = other_tiles<F>(a, of.b, of.block0, min_of(F::kRows, of.rows - of.block0));
   of.seen = {0, 0, 0, 0};
   if (of.own0 < of.rows) of.seen = other_tiles<F>(a, of.b, of.own0, min_of(16, of.rows - of.own0));
@@ -373,7 +374,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, F::kBlocks)
     backward_half_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT AttentionGrad g) {
   const int64_t heads = F::kOwnsKeys ? a.kv_heads : a.heads;
   if (grid_row() >= a.batch * heads) return;
-  const HalfBlock of = half_block<F>(a, bias_row(a, grid_row(), heads));
+  const HalfBlock of = half_block<F>(a, bias_row(a, grid_row(), heads), warp_id() * 16);
   const int64_t b = of.b, own0 = of.own0;
   const int count = of.count();
 

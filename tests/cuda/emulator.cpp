@@ -8,6 +8,9 @@
 
 #include <algorithm>
 #include <bit>
+#include <deque>
+#include <list>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -50,6 +53,8 @@ struct Cell {
   uint32_t written_warp = 0, read_warp = 0, readers = 0;  // epochs of the warp; warps that read
   int16_t writer = -1, reader = -1;                       // reader: -2 = several
   int16_t in_flight = -1;                                 // whose copy
+  uint32_t clock = 0;                                     // of the writer: see hopper.h
+  uint32_t fenced = 0, fence_epoch = 0;                   // for products: its clock, 0 = not
 };
 
 struct Machine {
@@ -67,8 +72,8 @@ struct Machine {
   int count = 0, running = 0, at_barrier = 0, left = 0, stickiness = 0;
   uint32_t ready = 0;  // the warps with lanes that can run
   bool votes = false, result = false, failed = false;
-  bool watched = true;  // whether races are looked for in this block
-  uint32_t epoch = 1;
+  bool watched = true;                  // whether races are looked for in this block
+  uint32_t epoch = 1, first_epoch = 1;  // of this block
   Index block, grid, extent;
 };
 Machine m;
@@ -89,6 +94,7 @@ int any_bit(uint32_t bits, uint64_t luck) {
   return (start + std::countr_zero(std::rotr(bits, start))) & 31;
 }
 
+int asleep();
 // Hands over to another thread that can run: often of the same warp, so that warps run apart.
 void give_way(bool ready) {
   Thread& old = self();
@@ -101,8 +107,10 @@ void give_way(bool ready) {
       jump(old.fiber, m.home);
       return;
     }
-    fail("deadlock: %d threads at a barrier, %d have left, the others wait for their warp",
-         m.at_barrier, m.left);
+    fail(
+        "deadlock: %d threads at a barrier, %d have left, %d wait for others or for products, the "
+        "others wait for their warp",
+        m.at_barrier, m.left, asleep());
   }
   const uint64_t luck = draw();
   if ((int)(luck & 63) >= m.stickiness || !m.warps[warp].ready) warp = any_bit(m.ready, luck >> 6);
@@ -111,6 +119,16 @@ void give_way(bool ready) {
   m.running = next;
   jump(old.fiber, m.threads[next].fiber);
 }
+
+}  // namespace
+}  // namespace emulator
+
+#include "hopper.h"
+
+namespace emulator {
+namespace {
+
+int asleep() { return (int)hopper.sleepers.size(); }
 
 // Passes over the banks that the accesses of up to 32 lanes take, and those that they must take.
 void count_passes(const Access* lanes, int count, Traffic& traffic) {
@@ -155,6 +173,7 @@ void count_accesses(int warp) {
 
 // Two accesses of which one writes must be ordered: by a barrier, or by sync_warp in one warp.
 void note_read(int thread, uint32_t at, int bytes) {
+  if (hopper.clocked) return clocked_read(thread, at, bytes);
   const Warp& warp = m.warps[thread / 32];
   for (uint32_t i = at / 2; i < (at + bytes + 1) / 2; i++) {
     Cell& c = m.cells[i];
@@ -177,6 +196,7 @@ void note_read(int thread, uint32_t at, int bytes) {
   }
 }
 void note_write(int thread, uint32_t at, int bytes, int in_flight) {
+  if (hopper.clocked) return clocked_write(thread, at, bytes, in_flight);
   const Warp& warp = m.warps[thread / 32];
   for (uint32_t i = at / 2; i < (at + bytes + 1) / 2; i++) {
     Cell& c = m.cells[i];
@@ -210,6 +230,7 @@ void thread_main() {
   (*m.body)();
   Thread& thread = self();
   if (thread.delivered < thread.copies.size()) fail("a thread left with copies under way");
+  hopper_exit();
   if (m.at_barrier) fail("a thread left while others wait at a barrier");
   Warp& warp = my_warp();
   if (warp.arrived) fail("a lane left while its warp waits for it");
@@ -222,7 +243,7 @@ void run_block(int threads) {
   m.count = threads;
   m.at_barrier = m.left = 0;
   m.votes = false;
-  m.epoch++;
+  m.first_epoch = ++m.epoch;
   m.stickiness = (int[]){0, 32, 62}[draw() % 3];
   m.watched = draw() % (uint64_t)m.options.watched == 0;
   shared.noted = m.watched || m.options.traffic;
@@ -238,6 +259,7 @@ void run_block(int threads) {
     t.accesses.clear();
     t.fiber.prepare(thread_main, i);
   }
+  if (hopper.clocked) begin_hopper_block();
   m.running = (int)(draw() % threads);
   jump(m.home, m.threads[m.running].fiber);
   if (m.failed) return;
@@ -264,6 +286,7 @@ void start(const Options& options) {
 }
 const Report& report() { return m.report; }
 int64_t grid_limit() { return m.options.grid_limit; }
+bool is_hopper() { return m.options.hopper; }
 const char* error() { return m.error.empty() ? nullptr : m.error.c_str(); }
 
 const char* run(Extent grid, int threads, int shared_bytes, const std::function<void()>& body) {
@@ -279,6 +302,7 @@ const char* run(Extent grid, int threads, int shared_bytes, const std::function<
   const size_t cells = (size_t)(shared_bytes + 1) / 2;
   if (m.failed || m.cells.size() < cells) m.cells.assign(cells, Cell{});  // others are of the past
   m.failed = false;
+  hopper.clocked = false;
   if ((int)m.threads.size() < threads) m.threads.resize(threads);
   m.warps.assign((size_t)threads / 32, Warp{});
   m.grid = {(unsigned)grid.x, (unsigned)grid.y, (unsigned)grid.z};
@@ -328,6 +352,7 @@ bool sync_block(bool value) {
   m.votes = false;
   m.epoch++;
   m.report.barriers++;
+  hopper_sync_block();
   all_are_ready();
   const bool result = m.result;
   for (size_t w = 0; w < m.warps.size(); w++) count_accesses((int)w);
@@ -356,7 +381,10 @@ void together(Kind kind, void* mine, void (*work)(void* const* lanes)) {
 }
 
 void sync_warp() {
-  together(Kind::kSync, nullptr, [](void* const*) { my_warp().epoch++; });
+  together(Kind::kSync, nullptr, [](void* const*) {
+    my_warp().epoch++;
+    hopper_sync_warp();
+  });
 }
 
 void bad_address(uint32_t at, int bytes) {

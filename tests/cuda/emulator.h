@@ -23,6 +23,7 @@ struct Options {
   int64_t grid_limit = 65535;        // of y and z; a smaller one makes small problems pass it
   int64_t traffic = 1;               // whether to count bank conflicts, which takes time
   int64_t watched = 1;               // races are looked for in one of so many blocks: that too
+  int64_t hopper = 0;                // whether the GPU is of compute capability 9.0
 };
 
 // What one kind of access to shared memory cost, in passes over the 32 banks.
@@ -41,6 +42,7 @@ struct Report {
 void start(const Options& options);
 const Report& report();
 int64_t grid_limit();
+bool is_hopper();
 const char* error();  // of the first launch that failed since start, or nullptr
 
 struct Extent {
@@ -94,6 +96,27 @@ void copy_async(uint32_t to, const void* from, int bytes, int valid);
 void copy_commit();
 void copy_wait(int latest);
 void count_product();
+
+// Compute capability 9.0: barriers by their address, by number, and products of a warpgroup, which
+// are computed when a thread first waits for them. c holds NaN until then.
+constexpr int kGroupThreads = 128;
+void barrier_init(uint32_t at, int count);
+void barrier_arrive(uint32_t at);
+void barrier_wait(uint32_t at, int parity);
+void numbered_barrier(int number, int threads, bool waits);
+void fence_products();
+void set_registers(int count, bool more);
+struct GroupProduct {
+  uint64_t a, b;  // operands
+  int columns;
+  bool in_registers, across, add;
+  float (*widen)(uint16_t);
+  bool operator==(const GroupProduct&) const = default;
+};
+void begin_products();
+void commit_products();
+void issue_product(const GroupProduct& what, float* c, const uint32_t* a);
+void wait_products(int latest);
 
 }  // namespace emulator
 
