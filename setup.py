@@ -102,7 +102,12 @@ class BuildExtension(build_ext):
             work.append((compiler, source, object_of(objects, source), flags))
         if gpu:  # the slowest come first
             work[:0] = [
-                (gpu.compiler, source, object_of(objects, source), gpu.flags)
+                (
+                    gpu.compiler,
+                    source,
+                    object_of(objects, source),
+                    cuda_toolkit.flags_of(source, gpu.chosen),
+                )
                 for source in cuda_toolkit.sources(ROOT)
             ]
         toolchain.compile_all(strict, work)

@@ -25,7 +25,7 @@ class Cuda(NamedTuple):
     """A CUDA toolkit and what it compiles for."""
 
     compiler: Compiler
-    flags: list[str]
+    chosen: list[str]  # what `architectures` gives
     libraries: list[str]  # for the linker
     name: str
 
@@ -66,6 +66,22 @@ def architectures(text: str) -> list[str]:
     if not flags:
         raise Unusable(f"TORCH_CUDA_ARCH_LIST ({text!r}) names no architecture of 8.0 or later")
     return flags
+
+
+def flags_of(source: Path, chosen: list[str]) -> list[str]:
+    """Those of one source, for what `architectures` gives.
+
+    The kernels of compute capability 9.0 use what later GPUs do not have (sm_90a): their sources
+    are compiled for it alone, and the others are told that they are there.
+    """
+    hopper = any("compute_90" in flag for flag in chosen)
+    if hopper and is_hopper(source):
+        chosen = ["-gencode", "arch=compute_90a,code=sm_90a"]
+    return [*FLAGS, *chosen, *(["-DMHA_EXT_HOPPER"] if hopper else [])]
+
+
+def is_hopper(source: Path) -> bool:
+    return "_hopper" in source.stem
 
 
 def find_nvcc() -> str | None:
@@ -130,7 +146,7 @@ def toolkit(host: Compiler, fits: str | None) -> Cuda:
     name = f"nvcc {'.'.join(release.groups())} for {', '.join(codes)}"
     compiler = Compiler(command, name, host.x86, ["-Werror", "all-warnings"], "")
     libraries = [str(Path(folder, "libcudart_static.a")), "-ldl", "-lrt", "-lpthread"]
-    return Cuda(compiler, [*FLAGS, *chosen], libraries, name)
+    return Cuda(compiler, chosen, libraries, name)
 
 
 def sources(root: Path) -> list[Path]:

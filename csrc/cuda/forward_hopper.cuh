@@ -20,6 +20,8 @@ struct HopperForward {
   static constexpr int kThreads = (1 + kConsumers) * kGroup;
   // Of a thread: 65536 in all.
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  // Whether registers have room for P V of a tile while S of the next becomes P.
+  static constexpr bool kAhead = kPlain || kWidth <= 64;
   static constexpr int kRows = 64 * kConsumers, kPanels = kWidth / 64,
                        kStages = kWidth <= 64 ? 3 : 2;
   static constexpr int kTileBytes = kKeys * 2 * kWidth, kQueryBytes = kRows * 2 * kWidth;
@@ -233,13 +235,15 @@ DEVICE bool consume_tiles(const Attention& a, const HopperBlock& of, const SeenT
     start_rows<S, F::kRows, F::kKeys, F::kWidth>(0, row, Keys::tile(turn), s[0]);
     Values::wait_full(before);
     start_across<S, F::kKeys>(p[0], Values::tile(before), rows.out[0]);
-    wait_products<1>();
+    wait_products<F::kAhead ? 1 : 0>();
     pin(s[0]);
+    if constexpr (!F::kAhead) pin(rows.out[0]);
     Keys::left(turn);
     if (n + 1 == of.count) F::Queries::left(turns.queries);
     const Rise<F> rise = hopper_softmax<F, false>(a, of, seen, i0, of.first + n, s, rows, pairs);
     partial |= pairs.partial;
-    settle(rows.l[0][0] + rows.l[0][1]);  // the exponentials come before the wait
+    if constexpr (F::kAhead)
+      settle(rows.l[0][0] + rows.l[0][1]);  // the exponentials come before the wait
     wait_products<0>();
     pin(rows.out[0]);
     pin(p[0]);

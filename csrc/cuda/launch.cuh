@@ -20,11 +20,15 @@ constexpr int kMostSharedBytes = 99 * 1024;
 constexpr int kHopperSharedBytes = 227 * 1024;  // for kernels of compute capability 9.0
 // Whether the current device is one of compute capability 9.0.
 inline bool on_hopper() {
+#ifdef MHA_EXT_HOPPER  // its kernels have been compiled
   int device = 0, major = 0, minor = 0;
   return cudaGetDevice(&device) == cudaSuccess &&
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
          cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
          major == 9 && minor == 0;
+#else
+  return false;
+#endif
 }
 // nullptr, or what CUDA says is wrong.
 template <class... Parameters>

@@ -122,6 +122,7 @@ class Library:
         self.shared_limit, self.grid_limit = 99 * 1024, 65535
         self.traffic = True  # whether bank conflicts are counted
         self.watched = 1  # races are looked for in one of so many blocks
+        self.processors = 3  # so few that a block of threads takes more than one block of queries
         self.hopper = False  # compute capability 9.0, with its shared memory
         for name, struct in sizes.items():
             size = getattr(self.functions, name)()
@@ -133,6 +134,7 @@ class Library:
     def start(self) -> None:
         """Before the functions of a run: its schedule and its limits."""
         options = Options(self.seed, self.shared_limit, self.grid_limit, self.traffic, self.watched)
+        options.processors = self.processors
         if self.hopper:
             options.shared_limit, options.hopper = 227 * 1024, 1
         self.functions.emulator_start(ctypes.byref(options))

@@ -287,6 +287,7 @@ void start(const Options& options) {
 const Report& report() { return m.report; }
 int64_t grid_limit() { return m.options.grid_limit; }
 bool is_hopper() { return m.options.hopper; }
+int64_t processors() { return m.options.processors; }
 const char* error() { return m.error.empty() ? nullptr : m.error.c_str(); }
 
 const char* run(Extent grid, int threads, int shared_bytes, const std::function<void()>& body) {

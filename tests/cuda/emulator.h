@@ -24,6 +24,7 @@ struct Options {
   int64_t traffic = 1;               // whether to count bank conflicts, which takes time
   int64_t watched = 1;               // races are looked for in one of so many blocks: that too
   int64_t hopper = 0;                // whether the GPU is of compute capability 9.0
+  int64_t processors = 3;            // its multiprocessors
 };
 
 // What one kind of access to shared memory cost, in passes over the 32 banks.
@@ -43,6 +44,7 @@ void start(const Options& options);
 const Report& report();
 int64_t grid_limit();
 bool is_hopper();
+int64_t processors();
 const char* error();  // of the first launch that failed since start, or nullptr
 
 struct Extent {

@@ -78,7 +78,7 @@ class AttentionTangent(ctypes.Structure):
 
 
 class Options(ctypes.Structure):
-    _fields_ = _fields(("i64", "seed shared_limit grid_limit traffic watched hopper"))
+    _fields_ = _fields(("i64", "seed shared_limit grid_limit traffic watched hopper processors"))
 
 
 class Traffic(ctypes.Structure):

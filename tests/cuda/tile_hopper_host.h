@@ -40,6 +40,8 @@ void pin(float (&)[kColumns][4]) {}
 template <int kSteps>
 void pin(uint32_t (&)[kSteps][4]) {}
 
+inline void settle(float) {}
+
 template <class S>
 float widen_bits(uint16_t bits) {
   return widen(S{bits});
