@@ -168,7 +168,7 @@ DEVICE void decode_tile(const Attention& a, const DecodePlace& place,
   const Address keys = tile + swizzled<F::kRowBytes>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
   for (int k = 0; k < F::kWidth / 16; k++) {
-    if (k * 16 >= (int)a.head_dim) break;
+    if (F::kQueriesStay && k * 16 >= (int)a.head_dim) break;
     uint32_t x[F::kFragments][4];
 #pragma unroll
     for (int m = 0; m < F::kFragments; m++) {
@@ -218,7 +218,9 @@ DEVICE void decode_tile(const Attention& a, const DecodePlace& place,
   const Address values = tile + F::kTileBytes;
   const int columns = (int)a.value_dim;
   if (!partial) {
-    multiply_across<S, F::kRowBytes, false>(p, values, columns, rows.out);
+    // Without branches; columns beyond value_dim go nowhere.
+    multiply_across<S, F::kRowBytes, false>(p, values, F::kQueriesStay ? columns : F::kWidth,
+                                            rows.out);
     return;
   }
   // Hidden pairs have P = 0, but 0 * NaN is NaN.
@@ -243,6 +245,19 @@ DEVICE void copy_decode_rows(const Attention& a, const DecodePlace& place, Addre
     const char* from = rows.first + row.h * head + row.i * rows.stride + (valid ? p * 16 : 0);
     copy_piece(to + swizzled<F::kRowBytes>(r, p), from, valid, piece);
   }
+}
+
+// Products go over all columns: those beyond the heads' are zero in the queries and the keys, and
+// no copy touches them.
+template <class F>
+DEVICE void clear_columns(const Attention& a, Address tile, int rows) {
+  constexpr int kPieces = F::kRowBytes / 16;
+  const int first = (int)ceil_div(a.head_dim, 16) * 2;
+  if (first == kPieces) return;
+#pragma unroll 1
+  for (int at = lane_id(); at < rows * kPieces; at += kWarp)
+    if (at % kPieces >= first)
+      store_shared(tile + swizzled<F::kRowBytes>(at / kPieces, at % kPieces), Bytes16{});
 }
 
 // Adds up what the warps have, in their order, and gives it to where it belongs.
@@ -367,6 +382,9 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 4)
   };
   // Few keys have only two places, of which they take one.
   Address queries = F::key_tile(a.keys <= F::kStep ? 1 : F::kPlaces - 1);
+  clear_columns<F>(a, F::key_tile(0), F::kKeys);
+  if (a.keys > F::kStep) clear_columns<F>(a, F::key_tile(1), F::kKeys);
+  clear_columns<F>(a, queries, F::kRows > F::kKeys ? F::kRows : F::kKeys);
   copy_decode_rows<F>(a, place, queries);
   copy_commit();
   int64_t k0 = begin + warp_id() * F::kKeys;
@@ -381,8 +399,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 4)
     for (int k = 0; k < F::kHeld; k++)
 #pragma unroll
       for (int m = 0; m < F::kFragments; m++)
-        if (k * 16 < a.head_dim)
-          load_matrices(q[k][m], stepped(queries, k) + 16 * m * F::kRowBytes);
+        load_matrices(q[k][m], stepped(queries, k) + 16 * m * F::kRowBytes);
   }
 
   RowState<F> rows;

@@ -88,7 +88,7 @@ constexpr int kCombineColumns = 4 * kWarp * 4 / (int)sizeof(T);  // at once
 template <class T>
 constexpr int kCombineBytes = kCombineWarps * kCombineColumns<T> * (int)sizeof(T);
 template <class S, class T>
-__global__ void LAUNCH_BOUNDS(kCombineWarps* kWarp, 8)
+__global__ void LAUNCH_BOUNDS(kCombineWarps* kWarp, 6)
     combine_kernel(const GRID_CONSTANT Attention a, const PartialSums<T> sums, const KeyParts parts,
                    int64_t rows) {
   const int64_t row = grid_row(), i = blockIdx.x;
