@@ -389,27 +389,30 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, F::kBlocks)
   const bool with_scores = F::kOwnsKeys ? g.grad_key.data : g.grad_query.data;
   copy_own<F>(a, g, b, of.head, of.block0);
   HalfPlace at = of.before();
+  Cleaning cleaning(a);
   // Each turn fetches a tile and computes the one before.
 #pragma unroll 1
   for (int next = 0; next <= count; next++) {
     copy_wait<0>();
     at.stage = (next & 1) ^ 1;
-    bool dirty = false;
-    if (next > 0 && tile_may_hide(a, of.block, at.tile)) {
+    const bool looks = next > 0 && cleaning.looks_at(a, of.block, at.tile);
+    bool nonfinite = false;
+    if (looks) {
       if constexpr (F::kScores)
-        dirty |= copied_nonfinite<F, F::kOthers>(F::score_tile(at.stage), (int)a.head_dim);
+        nonfinite |= copied_nonfinite<F, F::kOthers>(F::score_tile(at.stage), (int)a.head_dim);
       if constexpr (F::kValues)
-        dirty |= copied_nonfinite<F, F::kOthers>(F::value_tile(at.stage), (int)a.value_dim);
+        nonfinite |= copied_nonfinite<F, F::kOthers>(F::value_tile(at.stage), (int)a.value_dim);
     }
     // The tile before is there, and the place of the next is free.
-    dirty = sync_block_or(dirty);
+    const bool finite = cleaning.sync(looks, nonfinite);
     const HalfPlace to = of.after(at);
     if (next < count)
       copy_others<F>(a, g, b, to.h, of.block0, (int64_t)to.tile * F::kOthers, next & 1);
     copy_commit();
     HalfPairs<F> pairs;
     if (next > 0 && half_gradient<F>(a, at, of.seen, own, pairs)) {
-      if (!dirty) pairs.partial = false;
+      cleaning.met = pairs.partial;
+      if (finite) pairs.partial = false;
       if constexpr (F::kValues)
         add_tile<F>(pairs.z, pairs.partial, pairs.visible, F::value_tile(at.stage),
                     (int)a.value_dim, value_sum);

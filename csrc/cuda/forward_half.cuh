@@ -130,12 +130,12 @@ DEVICE void rescale(const Rise<F>& rise, RowState<F>& rows) {
       for (int e = 0; e < 4; e++) rows.out[m][n][e] *= rise.factor[m][e / 2];
 }
 
-// One tile of keys of one warp; finite: its values are.
+// One tile of keys of one warp; finite: its values are. Whether it has met hidden pairs.
 template <class F>
-DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles& seen, int64_t i0,
+DEVICE bool forward_tile(const Attention& a, const Place& place, const SeenTiles& seen, int64_t i0,
                          int tile, bool finite, bool bias_copied, RowState<F>& rows) {
   using S = typename F::S;
-  if (tile < seen.any || tile >= seen.any_end) return;
+  if (tile < seen.any || tile >= seen.any_end) return false;
   const int64_t k0 = (int64_t)tile * F::kKeys;
   const int stage = tile & 1;
   uint32_t visible[F::kFragments];
@@ -145,7 +145,7 @@ DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles
   if (a.mask.data || tile < seen.all || tile >= seen.all_end) {
     const int rows_here = (int)min_of(16 * F::kFragments, a.queries - i0);
     const uint64_t word = visible_word(a, place.b, place.h, i0, rows_here, k0, F::kKeys);
-    if (!ballot(word != 0)) return;
+    if (!ballot(word != 0)) return false;
     partial = ballot(lane_id() < rows_here && word != first_bits(F::kKeys)) != 0;
     if (partial) fragment_bits<F>(word, visible);
   }
@@ -176,16 +176,18 @@ DEVICE void forward_tile(const Attention& a, const Place& place, const SeenTiles
   uint32_t p[F::kFragments][F::kSteps][4];
   round_fragments<S>(s, p);
   const int columns = (int)a.value_dim;
+  const bool met = partial;
   if (finite) partial = false;
   if (!partial) {
     multiply_across<S, F::kRowBytes, false>(p, F::value_tile(stage), columns, rows.out);
-    return;
+    return met;
   }
   // Hidden pairs have P = 0, but 0 * NaN is NaN.
   const bool dirty =
       multiply_across<S, F::kRowBytes, true>(p, F::value_tile(stage), columns, rows.out);
   if (ballot(dirty))
     add_nonfinite<S, F::kRowBytes, false>(p, visible, F::value_tile(stage), columns, rows.out);
+  return met;
 }
 
 template <class F>
@@ -276,6 +278,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   int last = (int)max_of(tile, min_of(block.any_end, (place.part + 1) * part_tiles));
 
   const bool bias_copied = bias_is_copied<F>(a);
+  Cleaning cleaning(a);
   RowState<F> rows;
   clear_rows<F>(rows);
   copy_rows<F::kRows, F::kRowBytes, F::kThreads>(0, head_rows<S>(a.query, place.b, place.h),
@@ -284,10 +287,11 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
 #pragma unroll 1
   for (int next = tile; next <= last; next++) {
     copy_wait<0>();
-    const bool dirty = next > tile && tile_may_hide(a, block, next - 1) &&
-                       copied_nonfinite<F, F::kKeys>(F::value_tile(next & 1 ^ 1), (int)a.value_dim);
+    const bool looks = next > tile && cleaning.looks_at(a, block, next - 1);
+    const bool nonfinite =
+        looks && copied_nonfinite<F, F::kKeys>(F::value_tile(next & 1 ^ 1), (int)a.value_dim);
     // The tile before is there, and the place of the next is free.
-    const bool finite = !sync_block_or(dirty);
+    const bool finite = cleaning.sync(looks, nonfinite);
     if (next < last) {
       const int64_t k0 = (int64_t)next * F::kKeys;
       const int count = (int)min_of(F::kKeys, a.keys - k0), stage = next & 1;
@@ -299,7 +303,8 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
         copy_pairs<F>(a, a.bias, place.b, place.h, place.q0, k0, bias_tile<F>(stage));
     }
     copy_commit();
-    if (next > tile) forward_tile<F>(a, place, seen, i0, next - 1, finite, bias_copied, rows);
+    if (next > tile)
+      cleaning.met = forward_tile<F>(a, place, seen, i0, next - 1, finite, bias_copied, rows);
   }
   copy_wait<0>();
 

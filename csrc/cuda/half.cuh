@@ -268,10 +268,24 @@ DEVICE bool copied_nonfinite(Address tile, int columns) {
   }
   return found & 0x80008000;
 }
-// Whether a pair of a tile may be hidden; of `all` tiles lengths and band hide none.
-DEVICE bool tile_may_hide(const Attention& a, const SeenTiles& all, int tile) {
-  return a.mask.data || a.bias.data || tile < all.all || tile >= all.all_end;
-}
+// Whether the threads look for what is not finite in the tiles that they copy: where hidden pairs
+// would meet it. Under a mask or a bias from the first tile on that has some.
+struct Cleaning {
+  bool looks, met;  // the same for the block; whether this warp has met hidden pairs
+  DEVICE_MEMBER explicit Cleaning(const Attention& a)
+      : looks(!a.mask.data && !a.bias.data), met(false) {}
+  // Whether to look at a tile; of `block` tiles lengths and band hide none.
+  DEVICE_MEMBER bool looks_at(const Attention& a, const SeenTiles& block, int tile) const {
+    return looks && (a.mask.data || a.bias.data || tile < block.all || tile >= block.all_end);
+  }
+  // A barrier of the block; whether the tile is known to be finite.
+  DEVICE_MEMBER bool sync(bool looked, bool nonfinite) {
+    const bool any = sync_block_or(looks ? looked && nonfinite : met);
+    if (looks) return looked && !any;
+    looks = any;
+    return false;
+  }
+};
 
 // Rows row0 + 16 m + 8 half + g of a head, below `rows`: c times the factor of the row.
 template <class S, int kFragments, int kColumns>
