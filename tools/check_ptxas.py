@@ -36,8 +36,9 @@ BUDGETS = [
     (r"forward_wide_kernel|wide_bias_kernel", 232),
     (r"weights_half_kernel", 168),
     (r"weights_kernel", 128),
+    (r"combine_kernel", 80),
     (
-        r"upload_kernel|pack_mask_kernel|combine_kernel|uniform_rows_kernel|delta_(tangent_)?kernel|bias_finish_kernel|constant_bias_kernel",
+        r"upload_kernel|pack_mask_kernel|uniform_rows_kernel|delta_(tangent_)?kernel|bias_finish_kernel|constant_bias_kernel",
         64,
     ),
 ]

@@ -26,14 +26,14 @@ DEVICE void multiply_planes(const uint32_t (&x)[kPlanes][kFragments][4],
 }
 
 // c = rows of `left` (from left_row on) times rows of `right`. Planes are kLeft and kRight bytes
-// apart.
+// apart. Each 16 columns have a sum of their own, for scores are to be right to the last bit.
 template <int kRowBytes, int kLeft, int kRight, bool kSwapped, int kFragments, int kColumns>
 DEVICE void multiply_split_rows(Address left, int left_row, Address right, int columns,
                                 float (&c)[kFragments][kColumns][4]) {
   const int lane = lane_id();
   left += swizzled<kRowBytes>(left_row + lane % 16, lane / 16);
   right += swizzled<kRowBytes>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  float large[kColumns / 2][kFragments][2][4] = {}, small[kColumns / 2][kFragments][2][4] = {};
+  float sum[kColumns / 2][kFragments][2][4] = {}, small[kColumns / 2][kFragments][2][4] = {};
 #pragma unroll
   for (int k = 0; k < kRowBytes / 32; k++) {
     if (k * 16 >= columns) break;
@@ -49,7 +49,14 @@ DEVICE void multiply_split_rows(Address left, int left_row, Address right, int c
 #pragma unroll
       for (int plane = 0; plane < kPlanes; plane++)
         load_matrices(y[plane], stepped(right, k) + plane * kRight + 16 * j * kRowBytes);
-      multiply_planes<kSwapped>(x, y, large[j], small[j]);
+      float large[kFragments][2][4] = {};
+      multiply_planes<kSwapped>(x, y, large, small[j]);
+#pragma unroll
+      for (int m = 0; m < kFragments; m++)
+#pragma unroll
+        for (int side = 0; side < 2; side++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) sum[j][m][side][e] += large[m][side][e];
     }
   }
 #pragma unroll
@@ -57,8 +64,7 @@ DEVICE void multiply_split_rows(Address left, int left_row, Address right, int c
 #pragma unroll
     for (int j = 0; j < kColumns; j++)
 #pragma unroll
-      for (int e = 0; e < 4; e++)
-        c[m][j][e] = large[j / 2][m][j % 2][e] + small[j / 2][m][j % 2][e];
+      for (int e = 0; e < 4; e++) c[m][j][e] = sum[j / 2][m][j % 2][e] + small[j / 2][m][j % 2][e];
 }
 
 // The fragments of a result become the left operand of the next product.
