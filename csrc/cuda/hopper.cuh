@@ -18,16 +18,24 @@ template <int kRows, int kPanels>
 DEVICE void copy_panels(Address to, const HeadRows& from, int64_t begin, int rows, int bytes,
                         int thread) {
   constexpr int kPieces = 8 * kPanels, kStep = kGroup / kPieces;
-  static_assert(kGroup % kPieces == 0 && kRows % kStep == 0);
+  static_assert(kGroup % kPieces == 0 && kRows % kStep == 0 && kStep % 8 == 0);
   const int p = thread % kPieces, r0 = thread / kPieces;
   const int valid = (int)max_of(0, min_of(16, bytes - p * 16));
   const char* source = from.first + (begin + r0) * from.stride + (valid ? p * 16 : 0);
   const int64_t step = kStep * from.stride;
-#pragma unroll 4
+  const Address target = to + paneled<kRows>(r0, p);  // eight rows on, pieces stand as here
+  if (rows >= kRows) {
+#pragma unroll
+    for (int i = 0; i < kRows / kStep; i++, source += step)
+      copy_async<16>(target + i * kStep * kPanelBytes, source, valid);
+    return;
+  }
+#pragma unroll 1
   for (int i = 0; i < kRows / kStep; i++, source += step) {
-    const int r = r0 + i * kStep;
+    const bool exists = r0 + i * kStep < rows;
     // A row that does not exist is not read, but its address must be one.
-    copy_async<16>(to + paneled<kRows>(r, p), r < rows ? source : from.first, r < rows ? valid : 0);
+    copy_async<16>(target + i * kStep * kPanelBytes, exists ? source : from.first,
+                   exists ? valid : 0);
   }
 }
 
@@ -79,23 +87,24 @@ struct Ring {
 // c = 64 rows of `left`, from `row` on, times the rows of `right`, along kWidth columns.
 template <class S, int kLeftRows, int kRightRows, int kWidth, int kColumns>
 DEVICE void start_rows(Address left, int row, Address right, float (&c)[kColumns][4]) {
+  const Operand x = operand(left + (Address)(row * kPanelBytes), kLeftRows * kPanelBytes);
+  const Operand y = operand(right, kRightRows * kPanelBytes);
   pin(c);
   begin_products();
 #pragma unroll
   for (int k = 0; k < kWidth / 16; k++)
-    multiply_group<false>(S{}, c, along<kLeftRows>(left, row, k), along<kRightRows>(right, 0, k),
-                          k > 0);
+    multiply_group<false>(S{}, c, along<kLeftRows>(x, k), along<kRightRows>(y, k), k > 0);
   commit_products();
 }
 // c += x times the kRows rows of `right`.
 template <class S, int kRows, int kColumns>
 DEVICE void start_across(uint32_t (&x)[kRows / 16][4], Address right, float (&c)[kColumns][4]) {
+  const Operand y = operand(right, kRows * kPanelBytes);
   pin(x);
   pin(c);
   begin_products();
 #pragma unroll
-  for (int k = 0; k < kRows / 16; k++)
-    multiply_group<true>(S{}, c, x[k], across<kRows>(right, k), true);
+  for (int k = 0; k < kRows / 16; k++) multiply_group<true>(S{}, c, x[k], across(y, k), true);
   commit_products();
 }
 

@@ -105,6 +105,18 @@ DEVICE void pin(uint32_t (&x)[kSteps][4]) {
     for (int e = 0; e < 4; e++) asm volatile("" : "+r"(x[j][e])::"memory");
 }
 
+// Nothing; but the assembler cannot move a wait for products before what x comes from. x must not be
+// the NaN with these bits, which no arithmetic gives.
+DEVICE void settle(float x) {
+  asm volatile(
+      "{\n"
+      ".reg .pred never;\n"
+      "setp.eq.b32 never, %0, 0x7f800001;\n"
+      "@never st.shared.b32 [%1], %0;\n"
+      "}" ::"r"(__float_as_uint(x)), "r"(shared_window())
+      : "memory");
+}
+
 // c[64 x 8 kColumns] = a[64 x 16] b[16 x 8 kColumns], or += with `add`. Warp w of the warpgroup has
 // rows 16 w to 16 w + 15 of a (in registers) and c as in multiply_add; kAcross: see above, of b.
 #define MHA_EXT_C4(c, j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
@@ -169,18 +181,16 @@ DEVICE Address paneled(int row, int piece) {
                    (((piece & 7) ^ (row & 7)) << 4));
 }
 
-// Steps of a product over a tile of kRows rows that begins at `tile`. Along its columns, step k has
-// columns [16 k, 16 k + 16) of rows from `row` (a multiple of 8) on:
-template <int kRows>
-DEVICE Operand along(Address tile, int row, int k) {
-  return operand(
-      tile + (Address)((k >> 2) * kRows * kPanelBytes + row * kPanelBytes + (k & 3) * 32),
-      kRows * kPanelBytes);
+// Operands `bytes` further on: no sum reaches beyond the bits of the address.
+DEVICE Operand stepped(Operand first, int bytes) {
+  return (first & 0xffffffff00000000ull) | ((uint32_t)first + (uint32_t)(bytes >> 4));
 }
-// Across, it has rows [16 k, 16 k + 16) of all columns.
+// Steps of a product over a tile of kRows rows. Along its columns, step k has columns [16 k, 16 k +
+// 16); across, it has rows [16 k, 16 k + 16) of all columns.
 template <int kRows>
-DEVICE Operand across(Address tile, int k) {
-  return operand(tile + (Address)(16 * k * kPanelBytes), kRows * kPanelBytes);
+DEVICE Operand along(Operand tile, int k) {
+  return stepped(tile, (k >> 2) * kRows * kPanelBytes + (k & 3) * 32);
 }
+DEVICE Operand across(Operand tile, int k) { return stepped(tile, 16 * k * kPanelBytes); }
 
 }  // namespace mha_ext::cuda
