@@ -14,9 +14,17 @@ struct HopperBackward {
   static constexpr bool kOwnsKeys = kOwnsKeys_;
   static constexpr bool kScores = true, kValues = kOwnsKeys;  // dK or dQ; dV
   static constexpr int kWidth = kWidth_, kPanels = kWidth / 64, kFragments = 1;
+#ifndef HELD
+#define HELD 1  // of queries, at 128
+#endif
+#ifndef OTHERS
+#define OTHERS 64
+#endif
+  static constexpr bool kHeld =
+      HELD && (!kOwnsKeys || kWidth <= 64);  // what is owned, in registers
   static constexpr int kConsumers = 2, kThreads = (1 + kConsumers) * kGroup;
   static constexpr int kRows = 64 * kConsumers;
-  static constexpr int kOthers = kOwnsKeys || kWidth > 64 ? 64 : 128;  // rows of a tile
+  static constexpr int kOthers = kOwnsKeys || kWidth > 64 ? 64 : OTHERS;  // rows of a tile
   // Whether S and dP of the next tile start with the sums of this one: as registers allow.
   static constexpr bool kAhead = !kOwnsKeys || kWidth <= 64;
   static constexpr int kParts = kOthers / 64, kColumns = kOthers / 8, kSteps = kOthers / 16;
@@ -266,22 +274,41 @@ DEVICE void hopper_differences(const typename F::At& turn, const HopperNumbers (
 }
 
 // As in hopper.cuh, but what they change must have been pinned before the first of several.
-template <class S, int kLeftRows, int kRightRows, int kWidth, int kColumns>
-DEVICE void start_product(Address left, int row, Address right, float (&c)[kColumns][4]) {
+template <class S, int kRightRows, int kWidth, int kColumns, class Left>
+DEVICE void start_product(const Left& left, Address right, float (&c)[kColumns][4]) {
+  const Operand y = operand(right, kRightRows * kPanelBytes);
   begin_products();
 #pragma unroll
   for (int k = 0; k < kWidth / 16; k++)
-    multiply_group<false>(S{}, c, along<kLeftRows>(left, row, k), along<kRightRows>(right, 0, k),
-                          k > 0);
+    multiply_group<false>(S{}, c, left(k), along<kRightRows>(y, k), k > 0);
   commit_products();
 }
 template <class S, int kRows, int kColumns>
 DEVICE void start_sum(const uint32_t (&x)[kRows / 16][4], Address right, float (&c)[kColumns][4]) {
+  const Operand y = operand(right, kRows * kPanelBytes);
   begin_products();
 #pragma unroll
-  for (int k = 0; k < kRows / 16; k++)
-    multiply_group<true>(S{}, c, x[k], across<kRows>(right, k), true);
+  for (int k = 0; k < kRows / 16; k++) multiply_group<true>(S{}, c, x[k], across(y, k), true);
   commit_products();
+}
+
+// What a consumer owns, where registers have room for it: products read less shared memory then.
+template <class F>
+struct HopperOwn {
+  static constexpr int kSteps = F::kWidth / 16;
+  uint32_t scores[F::kHeld > 0 ? kSteps : 1][4], values[F::kHeld > 1 ? kSteps : 1][4];
+};
+template <class F, int kSteps>
+DEVICE void hold(Address from, uint32_t (&own)[kSteps][4]) {
+  const int row = warp_id() * 16 - 64 + lane_id() % 16;
+#pragma unroll
+  for (int k = 0; k < kSteps; k++)
+    load_matrices(own[k], from + paneled<F::kRows>(row, 2 * k + lane_id() / 16));
+}
+template <class F>
+DEVICE void hold(HopperOwn<F>& own) {
+  if constexpr (F::kHeld > 0) hold<F>(F::kOwnScores, own.scores);
+  if constexpr (F::kHeld > 1) hold<F>(F::kOwnValues, own.values);
 }
 
 template <class F>
@@ -296,18 +323,27 @@ struct HopperTile {
 };
 
 // Groups of products: S and dP of a tile, which is there when they start;
-template <class F>
-DEVICE void start_tile(const typename F::At& turn, HopperTile<F>& tile) {
+template <class F, bool kHeld>
+DEVICE void start_rows_of(Address from, const uint32_t (*held)[4], Address right,
+                          float (&c)[F::kColumns][4]) {
   using S = typename F::S;
-  // Known to be the same in all lanes, and not kept, in many forms, from tile to tile.
-  const int row = shuffle((warp_id() / 4 - 1) * 64, 0);
+  if constexpr (kHeld) {
+    start_product<S, F::kOthers, F::kWidth>([&](int k) -> const uint32_t (&)[4] { return held[k]; },
+                                            right, c);
+  } else {
+    // Known to be the same in all lanes, and not kept, in many forms, from tile to tile.
+    const int row = shuffle((warp_id() / 4 - 1) * 64, 0);
+    const Operand x = operand(from + (Address)(row * kPanelBytes), F::kRows * kPanelBytes);
+    start_product<S, F::kOthers, F::kWidth>([&](int k) { return along<F::kRows>(x, k); }, right, c);
+  }
+}
+template <class F, int kHeld>
+DEVICE void start_tile(const typename F::At& turn, const HopperOwn<F>& own, HopperTile<F>& tile) {
   F::Tiles::wait_full(turn);
   pin(tile.s[0]);
   pin(tile.dp[0]);
-  start_product<S, F::kRows, F::kOthers, F::kWidth>(F::kOwnScores, row, F::score_tile(turn),
-                                                    tile.s[0]);
-  start_product<S, F::kRows, F::kOthers, F::kWidth>(F::kOwnValues, row, F::value_tile(turn),
-                                                    tile.dp[0]);
+  start_rows_of<F, (kHeld > 0)>(F::kOwnScores, own.scores, F::score_tile(turn), tile.s[0]);
+  start_rows_of<F, (kHeld > 1)>(F::kOwnValues, own.values, F::value_tile(turn), tile.dp[0]);
 }
 // the sums of a tile.
 template <class F>
@@ -357,13 +393,16 @@ template <class F>
 DEVICE bool consume_others(const Attention& a, HopperPlace at, int count,
                            const HopperNumbers (&own)[2], typename F::At& turn,
                            HopperSums<F>& sums) {
+  HopperOwn<F> held;
+  F::Tiles::wait_full(turn);  // what is owned came with it
+  hold<F>(held);
   HopperTile<F> tile;
   clear_fragments(tile.s);
   clear_fragments(tile.dp);
   bool partial = false;
   if constexpr (F::kAhead) {
     hopper_visible<F>(a, at, tile.pairs);
-    start_tile<F>(turn, tile);
+    start_tile<F, F::kHeld>(turn, held, tile);
     middle_of_tile<F, 0>(a, turn, own, tile);
     partial |= tile.pairs.partial;
     round_tile<F>(tile);
@@ -375,7 +414,7 @@ DEVICE bool consume_others(const Attention& a, HopperPlace at, int count,
       hopper_visible<F>(a, at, tile.pairs);
       // Products start together: what they add to is not touched before all of them are done.
       pin_sums<F>(tile, sums);
-      start_tile<F>(turn, tile);
+      start_tile<F, F::kHeld>(turn, held, tile);
       start_sums<F>(before, tile, sums);
       middle_of_tile<F, F::kValues ? 2 : 1>(a, turn, own, tile);
       partial |= tile.pairs.partial;
@@ -395,7 +434,7 @@ DEVICE bool consume_others(const Attention& a, HopperPlace at, int count,
     for (int n = 0; n < count; n++, turn.next(), at.next()) {
       hopper_visible<F>(a, at, tile.pairs);
       partial |= tile.pairs.partial;
-      start_tile<F>(turn, tile);
+      start_tile<F, F::kHeld>(turn, held, tile);
       middle_of_tile<F, 0>(a, turn, own, tile);
       round_tile<F>(tile);
       pin_sums<F>(tile, sums);
@@ -436,7 +475,7 @@ DEVICE void consume_with_care(const Attention& a, HopperPlace at, int count,
 #pragma unroll 1
   for (int n = 0; n < count; n++, turn.next(), at.next()) {
     hopper_visible<F>(a, at, tile.pairs);
-    start_tile<F>(turn, tile);
+    start_tile<F, 0>(turn, {}, tile);
     wait_products<0>();
     pin(tile.s[0]);
     pin(tile.dp[0]);
