@@ -26,7 +26,7 @@ import toolchain  # noqa: E402
 # kernels run: tests/cuda.
 BUDGETS = [
     (r"decode_half_kernel|forward_half_kernel|backward_half_kernel|bias_half_kernel", 255),
-    (r"forward_hopper_kernel|backward_hopper_kernel", 168),  # at the launch
+    (r"forward_hopper_kernel|backward_hopper_kernel", 168),  # where a block starts
     (r"forward_split_kernel|backward_split_kernel", 255),
     (r"::split_kernel", 64),
     (r"bias_tangent_half_kernel", 200),

@@ -135,10 +135,13 @@ DEVICE void finish_pairs(const Attention& a, const HalfPlace& at, const QueryNum
 #pragma unroll
     for (int e = 0; e < 4; e++) p[0][j][e] *= scale;
   if (a.bias.data) {
-    const bool hides = bias_is_copied<F>(a)
-                           ? add_copied_bias<F>(bias_tile<F>(at.stage), p, pairs.visible)
-                           : add_bias_tile<F>(a, at.b, at.h, at.own0(), other0, p, pairs.visible);
-    pairs.partial |= ballot(hides) != 0;
+    const auto add = [&] {
+      if constexpr (sizeof(typename F::S) == 2)
+        if (bias_is_copied<F>(a))
+          return add_copied_bias<F>(bias_tile<F>(at.stage), p, pairs.visible);
+      return add_bias_tile<F>(a, at.b, at.h, at.own0(), other0, p, pairs.visible);
+    };
+    pairs.partial |= ballot(add()) != 0;
   }
   uint32_t kept[1] = {~0u};
   if (a.dropout.seed) {
@@ -230,22 +233,21 @@ DEVICE void store_dense_bias(const Attention& a, const Pairs& bias, const HalfPl
                              const float (&ds)[1][F::kColumns][4]) {
   using S = typename F::S;
   const int64_t column0 = (int64_t)at.tile * F::kOthers;
-  if (!bias_has_pairs(a, bias) || column0 + F::kOthers > a.keys) {
-    for_each_pair<F>(a, bias, at.b, at.h, at.own0(), column0, [&](int, int j, int e, int64_t to) {
-      store_bias<S>(a, bias, to, ds[0][j][e]);
-    });
+  if (bias_has_pairs<S>(a, bias) && column0 + F::kOthers <= a.keys) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int64_t i = at.own0() + 8 * half + lane_id() / 4;
+      if (i >= a.queries) continue;
+      S* to = (S*)bias.data + (at.b * bias.batch + at.h * bias.head + i * bias.query + column0) +
+              2 * (lane_id() % 4);
+#pragma unroll
+      for (int j = 0; j < F::kColumns; j++)
+        narrow_pair(ds[0][j][2 * half], ds[0][j][2 * half + 1], to + 8 * j);
+    }
     return;
   }
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int64_t i = at.own0() + 8 * half + lane_id() / 4;
-    if (i >= a.queries) continue;
-    S* to = (S*)bias.data + (at.b * bias.batch + at.h * bias.head + i * bias.query + column0) +
-            2 * (lane_id() % 4);
-#pragma unroll
-    for (int j = 0; j < F::kColumns; j++)
-      *(uint32_t*)(to + 8 * j) = pack(S{}, ds[0][j][2 * half], ds[0][j][2 * half + 1]);
-  }
+  for_each_pair<F>(a, bias, at.b, at.h, at.own0(), column0,
+                   [&](int, int j, int e, int64_t to) { store_bias<S>(a, bias, to, ds[0][j][e]); });
 }
 
 // Rows that a block owns: of scores, and of values where dP is their product.

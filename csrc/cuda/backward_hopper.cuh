@@ -14,17 +14,14 @@ struct HopperBackward {
   static constexpr bool kOwnsKeys = kOwnsKeys_;
   static constexpr bool kScores = true, kValues = kOwnsKeys;  // dK or dQ; dV
   static constexpr int kWidth = kWidth_, kPanels = kWidth / 64, kFragments = 1;
-#ifndef HELD
-#define HELD 1  // of queries, at 128
-#endif
-#ifndef OTHERS
-#define OTHERS 64
-#endif
-  static constexpr bool kHeld =
-      HELD && (!kOwnsKeys || kWidth <= 64);  // what is owned, in registers
   static constexpr int kConsumers = 2, kThreads = (1 + kConsumers) * kGroup;
   static constexpr int kRows = 64 * kConsumers;
-  static constexpr int kOthers = kOwnsKeys || kWidth > 64 ? 64 : OTHERS;  // rows of a tile
+  static constexpr int kOthers = kOwnsKeys || kWidth > 64 ? 64 : 128;  // rows of a tile
+  // Whether the owned scores stay in registers: products of 64 columns are short of shared memory.
+  static constexpr bool kHeld = !kOwnsKeys && kWidth > 64;
+  // Of a thread: 65536 in all.
+  static constexpr int kProducerRegisters = kWidth <= 64 ? 56 : 40;
+  static constexpr int kConsumerRegisters = kWidth <= 64 ? 224 : 232;
   // Whether S and dP of the next tile start with the sums of this one: as registers allow.
   static constexpr bool kAhead = !kOwnsKeys || kWidth <= 64;
   static constexpr int kParts = kOthers / 64, kColumns = kOthers / 8, kSteps = kOthers / 16;
@@ -292,23 +289,19 @@ DEVICE void start_sum(const uint32_t (&x)[kRows / 16][4], Address right, float (
   commit_products();
 }
 
-// What a consumer owns, where registers have room for it: products read less shared memory then.
+// The owned scores, where they stay in registers.
 template <class F>
 struct HopperOwn {
-  static constexpr int kSteps = F::kWidth / 16;
-  uint32_t scores[F::kHeld > 0 ? kSteps : 1][4], values[F::kHeld > 1 ? kSteps : 1][4];
+  uint32_t scores[F::kHeld ? F::kWidth / 16 : 1][4];
 };
-template <class F, int kSteps>
-DEVICE void hold(Address from, uint32_t (&own)[kSteps][4]) {
-  const int row = warp_id() * 16 - 64 + lane_id() % 16;
-#pragma unroll
-  for (int k = 0; k < kSteps; k++)
-    load_matrices(own[k], from + paneled<F::kRows>(row, 2 * k + lane_id() / 16));
-}
 template <class F>
 DEVICE void hold(HopperOwn<F>& own) {
-  if constexpr (F::kHeld > 0) hold<F>(F::kOwnScores, own.scores);
-  if constexpr (F::kHeld > 1) hold<F>(F::kOwnValues, own.values);
+  if constexpr (F::kHeld) {
+    const int row = warp_id() * 16 - 64 + lane_id() % 16;
+#pragma unroll
+    for (int k = 0; k < F::kWidth / 16; k++)
+      load_matrices(own.scores[k], F::kOwnScores + paneled<F::kRows>(row, 2 * k + lane_id() / 16));
+  }
 }
 
 template <class F>
@@ -323,27 +316,26 @@ struct HopperTile {
 };
 
 // Groups of products: S and dP of a tile, which is there when they start;
-template <class F, bool kHeld>
-DEVICE void start_rows_of(Address from, const uint32_t (*held)[4], Address right,
-                          float (&c)[F::kColumns][4]) {
-  using S = typename F::S;
-  if constexpr (kHeld) {
-    start_product<S, F::kOthers, F::kWidth>([&](int k) -> const uint32_t (&)[4] { return held[k]; },
-                                            right, c);
-  } else {
-    // Known to be the same in all lanes, and not kept, in many forms, from tile to tile.
-    const int row = shuffle((warp_id() / 4 - 1) * 64, 0);
-    const Operand x = operand(from + (Address)(row * kPanelBytes), F::kRows * kPanelBytes);
-    start_product<S, F::kOthers, F::kWidth>([&](int k) { return along<F::kRows>(x, k); }, right, c);
-  }
+template <class F>
+DEVICE void start_rows_of(Address own, Address right, float (&c)[F::kColumns][4]) {
+  // Known to be the same in all lanes, and not kept, in many forms, from tile to tile.
+  const int row = shuffle((warp_id() / 4 - 1) * 64, 0);
+  const Operand x = operand(own + (Address)(row * kPanelBytes), F::kRows * kPanelBytes);
+  start_product<typename F::S, F::kOthers, F::kWidth>([&](int k) { return along<F::kRows>(x, k); },
+                                                      right, c);
 }
-template <class F, int kHeld>
+template <class F, bool kHeld>
 DEVICE void start_tile(const typename F::At& turn, const HopperOwn<F>& own, HopperTile<F>& tile) {
   F::Tiles::wait_full(turn);
   pin(tile.s[0]);
   pin(tile.dp[0]);
-  start_rows_of<F, (kHeld > 0)>(F::kOwnScores, own.scores, F::score_tile(turn), tile.s[0]);
-  start_rows_of<F, (kHeld > 1)>(F::kOwnValues, own.values, F::value_tile(turn), tile.dp[0]);
+  if constexpr (kHeld)
+    start_product<typename F::S, F::kOthers, F::kWidth>(
+        [&](int k) -> const uint32_t (&)[4] { return own.scores[k]; }, F::score_tile(turn),
+        tile.s[0]);
+  else
+    start_rows_of<F>(F::kOwnScores, F::score_tile(turn), tile.s[0]);
+  start_rows_of<F>(F::kOwnValues, F::value_tile(turn), tile.dp[0]);
 }
 // the sums of a tile.
 template <class F>
@@ -475,7 +467,7 @@ DEVICE void consume_with_care(const Attention& a, HopperPlace at, int count,
 #pragma unroll 1
   for (int n = 0; n < count; n++, turn.next(), at.next()) {
     hopper_visible<F>(a, at, tile.pairs);
-    start_tile<F, 0>(turn, {}, tile);
+    start_tile<F, false>(turn, {}, tile);
     wait_products<0>();
     pin(tile.s[0]);
     pin(tile.dp[0]);
@@ -523,13 +515,13 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   sync_block();
   typename F::At turn;
   if (produces) {
-    give_registers<40>();
+    give_registers<F::kProducerRegisters>();
     if (count == 0) return;
     produce_others<F>(a, g, at, count, turn);
     if (sync_block_or(false)) produce_others<F>(a, g, at, count, turn);
     return;
   }
-  take_registers<232>();
+  take_registers<F::kConsumerRegisters>();
   HopperNumbers own[2] = {};
   if constexpr (!F::kOwnsKeys) {
 #pragma unroll

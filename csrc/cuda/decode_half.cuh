@@ -197,7 +197,7 @@ DEVICE void decode_tile(const Attention& a, const DecodePlace& place,
       for (int e = 0; e < 4; e++) s[m][j][e] *= scale;
   if (a.bias.data) partial |= ballot(decode_bias<F>(a, place, k0, s, visible)) != 0;
   if (partial) select_tile<F>(visible, -INFINITY, s);
-  softmax_tile<F>(s, rows);
+  rescale<F>(softmax_tile<F>(1, s, rows), rows);
   if (a.dropout.seed) {
     uint32_t kept[F::kFragments];
 #pragma unroll

@@ -225,7 +225,7 @@ const char* forward_split(const Attention& a, void* scratch, Stream stream) {
   if (!error)
     error = launch(forward_split_kernel<F>, grid, F::kThreads, F::kSharedBytes, stream, a,
                    SplitKeys{key, value}, sums, parts);
-  return error ? error : finish_rows<float>(a, sums, parts, stream);
+  return error ? error : finish_rows<float>(a, sums, parts, a.queries, stream);
 }
 
 }  // namespace mha_ext::cuda

@@ -109,8 +109,10 @@ DEVICE int64_t bias_row(const Attention& a, int64_t row, int64_t heads) {
   return row % a.batch * heads + row / a.batch;
 }
 
-// Whether the lanes may read the bias of a row two keys at a time.
+// Whether the lanes may take a bias of 16-bit type two keys at a time.
+template <class S>
 HOST_DEVICE bool bias_has_pairs(const Attention& a, const Pairs& bias) {
+  if constexpr (sizeof(S) != 2) return false;
   const int64_t strides = bias.batch | bias.head | bias.query;
   return bias.data && !a.bias_is_float32 && bias.key == 1 && strides % 2 == 0 &&
          (uintptr_t)bias.data % 4 == 0;
@@ -122,8 +124,7 @@ template <class F>
 HOST_DEVICE bool bias_is_copied(const Attention& a) {
   constexpr int kMostBytes = 99 * 1024;
   if constexpr (F::kSharedBytes + 2 * F::kQueries * kPairBytes > kMostBytes) return false;
-  if constexpr (sizeof(typename F::S) != 2) return false;
-  return bias_has_pairs(a, a.bias) && a.bias.query;
+  return bias_has_pairs<typename F::S>(a, a.bias) && a.bias.query;
 }
 template <class F>
 HOST_DEVICE int shared_bytes(const Attention& a) {

@@ -189,6 +189,15 @@ DEVICE double widen(double x) { return x; }
 DEVICE void narrow(float x, BFloat16* to) { to->bits = (uint16_t)pack(BFloat16{}, x, 0); }
 DEVICE void narrow(float x, Float16* to) { to->bits = (uint16_t)pack(Float16{}, x, 0); }
 DEVICE void narrow(float x, float* to) { *to = x; }
+// Two, next to each other, where their place has 4 bytes' alignment (8 of float).
+template <class S>
+DEVICE void narrow_pair(float x, float y, S* to) {
+  *(uint32_t*)to = pack(S{}, x, y);
+}
+DEVICE void narrow_pair(float x, float y, float* to) {
+  to[0] = x;
+  to[1] = y;
+}
 DEVICE void narrow(double x, double* to) { *to = x; }
 
 // Bytes of one row of a tile that lies in shared memory in pieces of 16 bytes. Piece p of row r

@@ -200,14 +200,14 @@ MUTATIONS = {
     ),
     "not begun": (OWN, "begin_products();\n#pragma unroll\n    for (int k = 0; k < kDeep / 16; k++)\n"
                        "      multiply", "for (int k = 0; k < kDeep / 16; k++)\n multiply", "begin"),
-    "different products": (OWN, "across<kDeep>(kRing", "across<kDeep>(lane_id() * 1024 + kRing", "different"),
+    "different products": (OWN, "right = operand(kRing", "right = operand(lane_id() * 1024 + kRing", "different"),
     "no barrier before the exchange": (OWN, "sync_some(1, 2 * kGroup);", "", "which a product"),
     "no barrier in the exchange": (OWN, "sync_some(3, 2 * kGroup);", "", "no barrier is between"),
     "a barrier of too many": (OWN, "arrive_some(3, 2 * kGroup);", "arrive_some(3, 3 * kGroup);", "and of"),
     "too many registers": (OWN, "take_registers<232>", "take_registers<240>", "deadlock"),
     "step of panels": (HOPPER, "(panels >> 4)", "(panels >> 5)", "wrong|shared memory"),
     "swizzle": (HOPPER, "((piece & 7) ^ (row & 7))", "(piece & 7)", "wrong"),
-    "step of the rows": (HOPPER, "(k & 3) * 32", "(k & 3) * 64", "wrong|1024"),
+    "step of the rows": (HOPPER, "(k & 3) * 32", "(k & 3) * 64", "wrong|1024|shared memory"),
     "place of a panel": (OWN, "kRing = 2 * 64 * kDeep * 2", "kRing = 2 * 64 * kDeep * 2 + 512", "1024"),
 }  # fmt: skip
 

@@ -47,17 +47,19 @@ __global__ void LAUNCH_BOUNDS(kGroup, 1)
       const int row = 64 + warp_id() * 16 + lane_id() / 4 + i % 2 * 8;
       x[k][i] = *(const uint32_t*)(a + row * kDeep + 16 * k + lane_id() % 4 * 2 + i / 2 * 8);
     }
+  const Operand x0 = operand(64 * kPanelBytes, 128 * kPanelBytes);
+  const Operand y = operand(kAt, kRight * kPanelBytes);
   for (int twice = 0; twice < 2; twice++) {
     pin(sum);
     pin(x);
     begin_products();
 #pragma unroll
     for (int k = 0; k < kDeep / 16; k++) {
-      const Operand right = kAcross ? across<kRight>(kAt, k) : along<kRight>(kAt, 0, k);
+      const Operand right = kAcross ? across(y, k) : along<kRight>(y, k);
       if constexpr (kRegisters)
         multiply_group<kAcross>(S{}, sum, x[k], right, true);
       else
-        multiply_group<kAcross>(S{}, sum, along<128>(0, 64, k), right, true);
+        multiply_group<kAcross>(S{}, sum, along<128>(x0, k), right, true);
     }
     commit_products();
     wait_products<0>();
@@ -95,17 +97,18 @@ DEVICE void bring(const uint16_t* b, int tiles) {
 DEVICE void use(int tiles, float* c) {
   take_registers<232>();
   const int which = thread_id() / kGroup - 1;
+  const Operand left = operand((Address)(64 * which * kPanelBytes), 128 * kPanelBytes);
   float sum[8][4];
 #pragma unroll 1
   for (int n = 0; n < tiles; n++) {
     const int stage = n % kStages;
+    const Operand right = operand(kRing + (Address)(stage * kTileBytes), kTileBytes);
     barrier_wait(filled(stage), n / kStages & 1);
     pin(sum);
     begin_products();
 #pragma unroll
     for (int k = 0; k < kDeep / 16; k++)
-      multiply_group<true>(BFloat16{}, sum, along<128>(kA, 64 * which, k),
-                           across<kDeep>(kRing + (Address)(stage * kTileBytes), k), n || k);
+      multiply_group<true>(BFloat16{}, sum, along<128>(left, k), across(right, k), n || k);
     commit_products();
     wait_products<0>();
     pin(sum);

@@ -1,0 +1,172 @@
+"""The kernels for compute capability 9.0 on the emulator: the contract, and mutations of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import emulated
+import pytest
+import torch
+from cases import Problem, exact, make
+from emulated import Described, EmulatorError, Library
+from test_emulator import REST, mutated
+
+BACKWARD = """
+#include "backward.cuh"
+namespace mha_ext::cuda {
+template <>
+const char* backward_hopper_of<BFloat16>(const Attention& a, const AttentionGrad& g, Stream stream);
+int64_t backward_scratch_bytes(const Attention&, const AttentionGrad&) { return 0; }
+const char* backward(const Attention& a, const AttentionGrad& g, void*, Stream stream) {
+  if (!backward_hopper_takes(a, g)) return "not taken";
+  const char* error = run_delta<BFloat16>(a, g, stream);
+  return error ? error : backward_hopper_of<BFloat16>(a, g, stream);
+}
+int64_t forward_scratch_bytes(const Attention&) { return 0; }
+const char* forward(const Attention&, void*, Stream) { return "none"; }
+}
+"""
+NARROW = """
+#include "backward_hopper.cuh"
+namespace mha_ext::cuda {
+template <>
+const char* backward_hopper_of<BFloat16>(const Attention& a, const AttentionGrad& g, Stream stream) {
+  return backward_hopper<BFloat16, 64>(a, g, stream);
+}
+}
+"""
+SOURCES: Mapping[str, str] = {"backward.cu": BACKWARD, "narrow.cu": NARROW, "rest.cu": REST}
+
+# options of the problem, and of the operator
+CASES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"queries": 150, "keys": 200}, {}),
+    ({"queries": 260, "keys": 200, "heads": 4, "kv_heads": 2, "head_dim": 80}, {"right": 0}),
+    ({"queries": 300, "keys": 170, "value_dim": 40}, {"left": 30, "right": 20}),
+    ({"queries": 300, "keys": 80, "head_dim": 128, "dtype": torch.float16}, {"right": 0}),
+    ({"queries": 70, "keys": 400, "head_dim": 72, "value_dim": 128}, {"left": 90}),
+    ({"queries": 129, "keys": 300, "batch": 3, "key_lengths": "random"}, {}),
+    ({"queries": 129, "keys": 200, "head_dim": 128, "key_lengths": "edges", "batch": 3}, {}),
+)
+
+
+def gradients(
+    library: Library, of: dict[str, Any], band: dict[str, Any], poison: bool, seed: int
+) -> str:
+    """What is wrong with the gradients, or nothing; `poison`: keys that nobody sees hold NaN."""
+    options = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 64, "dtype": torch.bfloat16}
+    inputs = make(Problem(**(options | of)))
+    if band:
+        inputs.options |= {
+            "causal": "upper_left" if band.get("right") == 0 else False,
+            "window": (band.get("left"), band.get("right")),
+        }
+    wanted = exact(inputs)
+    said: dict[str, Any] = {"scale": inputs.query.shape[-1] ** -0.5, "origin": (0, 0, 0, 0)}
+    said |= {"corner": "upper_left", "dropout_p": 0.0}
+    said |= {f"window_{side}": size for side, size in band.items()}
+    operands = (inputs.query, inputs.key, inputs.value, None, None, inputs.key_lengths, None)
+    saved = torch.ops.mha_ext.attention_forward(*operands, **said)
+    seen = inputs.seen().any(2).any(1)  # [batch, key]
+    key, value = inputs.key.clone(), inputs.value.clone()
+    if poison:
+        for b in range(key.shape[0]):
+            key[b, :, ~seen[b]], value[b, :, ~seen[b]] = torch.nan, torch.inf
+    library.seed = seed
+    described = Described(inputs.query, key, value, None, None, inputs.key_lengths, None, said)
+    try:
+        found = library.backward(
+            described, inputs.grad_out, inputs.grad_lse, saved, [True] * 3 + [False]
+        )
+    except EmulatorError as error:
+        return str(error)
+    for name, mine in zip(("query", "key", "value"), found, strict=False):
+        assert mine is not None
+        right = wanted[f"grad_{name}"].double()
+        if not torch.allclose(mine.double(), right, rtol=0.05, atol=0.08):
+            return f"wrong numbers in grad_{name}"
+    return ""
+
+
+@pytest.fixture(scope="module")
+def hopper() -> Library:
+    library = Library(emulated.build())
+    library.hopper = True
+    return library
+
+
+@pytest.mark.parametrize("of,band", CASES, ids=str)
+def test_backward(of: dict[str, Any], band: dict[str, Any], hopper: Library) -> None:
+    for seed in range(2):
+        assert gradients(hopper, of, band, bool(seed), seed) == ""
+        assert hopper.report.shared_bytes > 99 * 1024  # it was these kernels
+
+
+def test_schedules_give_the_same_bits(hopper: Library) -> None:
+    rng = torch.Generator().manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(1, 2, 200, 64, generator=rng).bfloat16() for _ in range(4)
+    )
+    said = {"scale": 0.125, "origin": (0, 0, 0, 0), "corner": "upper_left", "window_right": 0}
+    operands = (query, key, value, None, None, None, None)
+    saved = torch.ops.mha_ext.attention_forward(*operands, **said, dropout_p=0.0)
+    first: list[Any] | None = None
+    for seed in range(4):
+        hopper.seed = seed
+        found = hopper.backward(
+            Described(*operands, said), grad, None, saved, [True, True, True, False]
+        )
+        first = first or found
+        assert all(torch.equal(x, y) for x, y in zip(first[:3], found[:3], strict=True))
+
+
+FILE = "backward_hopper.cuh"
+# file, what stands there, what shall stand there, what tells
+MUTATIONS = {
+    "a tile left early": (
+        FILE,
+        "      wait_products<0>();\n      pin_sums<F>(tile, sums);\n      leave<F>(before);",
+        "      leave<F>(before);\n      wait_products<0>();\n      pin_sums<F>(tile, sums);",
+        "which a product of warpgroup",
+    ),
+    "a tile not left": (FILE, "      leave<F>(before);\n      round", "      round", "deadlock"),
+    "numbers still being read": (FILE, "sync_warp();\n  F::Tiles::left(turn);\n}\n// P", "F::Tiles::left(turn);\n}\n// P", "has read: no barrier"),
+    "no fence": ("hopper.cuh", "    fence_products();\n", "", "no fence"),
+    "scores read early": (FILE, "  wait_products<kLater + 1>();\n", "", "wrong|before its wait"),
+    "dP read early": (FILE, "  wait_products<kLater>();\n", "", "wrong|before its wait"),
+    "sums not waited for": (
+        FILE,
+        "      wait_products<0>();\n      pin_sums<F>(tile, sums);\n      leave<F>(before);",
+        "      wait_products<1>();\n      pin_sums<F>(tile, sums);\n      leave<F>(before);",
+        "which a product of warpgroup|before its wait",
+    ),
+    "stages": (FILE, "turn.next();\n      at.next();", "at.next();", "deadlock|wrong|no barrier"),
+    "sign of delta": (FILE, "(dp[0][j][e] - delta", "(dp[0][j][e] + delta", "wrong"),
+    "hidden": (FILE, "  hide<F>(tile.pairs, tile.dp);\n}\ntemplate", "}\ntemplate", "wrong"),
+    "no care": (FILE, "sync_block_or(partial && !finite)", "sync_block_or(partial && !finite && false)", "wrong"),
+    "head of a group": (FILE, "    tile = first;\n    h++;", "    tile = first;", "wrong"),
+}  # fmt: skip
+
+
+def verdict(library: Library) -> str:
+    library.hopper = True
+    for seed in range(3):
+        for of, band in (CASES[0], CASES[2], CASES[5]):
+            found = gradients(library, of, band, seed == 1, seed)
+            if found:
+                return found
+    return ""
+
+
+def test_the_kernels_themselves_pass(tmp_path: Path) -> None:
+    kernels = mutated(tmp_path, "tile.cuh", "row * kRowBytes", "kRowBytes * row", SOURCES)
+    assert verdict(Library(emulated.build(kernels, ["-O1"]))) == ""
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_are_caught(name: str, tmp_path: Path) -> None:
+    file, old, new, sign = MUTATIONS[name]
+    library = Library(emulated.build(mutated(tmp_path, file, old, new, SOURCES), ["-O1"]))
+    found = verdict(library)
+    assert any(part in found for part in sign.split("|")), f"caught as {found!r}"
