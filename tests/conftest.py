@@ -12,7 +12,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
     parser.addoption(
         "--device",
-        choices=("cpu", "emulator", "cuda"),
+        choices=("cpu", "emulator", "hopper", "cuda"),
         default="cpu",
         help="where the tests marked isa, and no others, run: the emulated CUDA kernels, or a GPU",
     )
@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
         import sizes
         from devices import Elsewhere, device
 
-        sizes.on_emulator = chosen == "emulator"
+        sizes.on_emulator = chosen in ("emulator", "hopper")
         config.pluginmanager.register(Elsewhere(device(chosen), config.getoption("--cases")))
     config.addinivalue_line("markers", "isa: faces the kernels; run it again for every ISA")
     config.addinivalue_line("markers", "own_process: starts a process; not with --device")

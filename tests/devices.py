@@ -79,12 +79,12 @@ class Gpu:
 
 
 def device(name: str) -> Device:
-    """ "emulator" or "cuda"."""
-    if name == "emulator":
+    """ "emulator", "hopper" (the emulator as a GPU of compute capability 9.0) or "cuda"."""
+    if name != "cuda":
         import operators  # it knows the compiler
 
         given = os.environ.get("MHA_EXT_EMULATOR")  # a module that operators.build has made
-        return operators.Emulator(Path(given) if given else operators.build())
+        return operators.Emulator(Path(given) if given else operators.build(), name == "hopper")
     why_not = no_gpu()
     if why_not:
         raise pytest.UsageError(f"--device cuda: {why_not}")

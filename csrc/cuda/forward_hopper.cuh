@@ -29,9 +29,9 @@ struct HopperForward {
   using Keys = Ring<kStages, kTileBytes, kFirst, kBarriers>;
   using Values = Ring<kStages, kTileBytes, kFirst + kStages * kTileBytes, Keys::kEnd>;
   using Queries = Ring<1, kQueryBytes, 0, Values::kEnd>;
-  // A byte for each of so many blocks of queries and each warp: what is to be done again.
+  // A number for each of so many blocks of queries and each warp: what is to be done again.
   static constexpr Address kAgain = Queries::kEnd;
-  static constexpr int kRemembered = 64, kSharedBytes = kAgain + kThreads / kWarp * kRemembered;
+  static constexpr int kRemembered = 64, kSharedBytes = kAgain + kThreads / kWarp * kRemembered * 2;
   // 64 of the keys, as a word of visibility has them.
   struct Half {
     using S = S_;
@@ -299,6 +299,7 @@ DEVICE void consume_with_care(const Attention& a, const HopperBlock& of, const S
         const bool dirty = multiply_across<S, kPanelBytes, true>(x, tile, columns, out);
         if (ballot(dirty)) add_nonfinite<S, kPanelBytes, false>(x, visible, tile, columns, out);
       }
+    sync_warp();  // its lanes have read the values
     Values::left(turn);
   }
   F::Queries::left(turns.queries);
@@ -327,17 +328,17 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     F::Queries::init(4 * F::kConsumers);
   }
   for (int i = thread_id(); i < F::kThreads / kWarp * F::kRemembered; i += F::kThreads)
-    store_shared<uint8_t>(F::kAgain + i, 0);
+    store_shared<uint16_t>(F::kAgain + 2 * i, 0);
   sync_block();
   const auto again = [](int warp, int turn) {
-    return F::kAgain + (Address)(warp * F::kRemembered + turn % F::kRemembered);
+    return F::kAgain + 2 * (Address)(warp * F::kRemembered + turn % F::kRemembered);
   };
   // What a hidden pair may have spoilt is done again, with care; that costs nothing where all is
   // well.
   const auto needs_care = [&](int turn) {
     bool found = false;
     for (int warp = 4; warp < F::kThreads / kWarp; warp++)
-      found |= load_shared<uint8_t>(again(warp, turn)) != 0;
+      found |= load_shared<uint16_t>(again(warp, turn)) != 0;
     return found;
   };
   Turns<F> turns;
@@ -366,7 +367,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     if (of.count > 0 && consume_tiles<F>(a, of, seen, i0, turns, rows) &&
         ballot(!all_finite<F>(rows))) {
       spoilt = true;
-      if (lane_id() == 0) store_shared<uint8_t>(again(warp_id(), turn), 1);
+      if (lane_id() == 0) store_shared<uint16_t>(again(warp_id(), turn), 1);
     }
     add_lanes<F>(rows);
     store_rows<F>(a, of.place, of.row, i0, rows);

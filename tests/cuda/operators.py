@@ -80,10 +80,11 @@ class Emulator:
     name = "the emulated CUDA kernels"
     work_of_a_test = 3e9  # ten seconds
 
-    def __init__(self, module: Path) -> None:
+    def __init__(self, module: Path, hopper: bool = False) -> None:
         torch.ops.load_library(module)
         self.library = emulated.Library(module)
         self.library.traffic, self.library.watched = False, 8
+        self.library.hopper = hopper
         self.library.grid_limit = 65  # what is special beyond 65535 is so beyond this
         limit = re.search(r"kMaxWidth = (\d+)", (emulated.KERNELS / "kernels.h").read_text())
         assert limit is not None

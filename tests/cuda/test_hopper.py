@@ -89,11 +89,61 @@ def gradients(
     return ""
 
 
+OPTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    *CASES,
+    ({"queries": 140, "keys": 300, "mask": "b1qk", "dropout_p": 0.3}, {}),
+    ({"queries": 200, "keys": 140, "bias": "1hqk", "head_dim": 128, "mask": "b11k"}, {"right": 0}),
+    ({"queries": 70, "keys": 500, "scale": -0.2}, {}),
+    ({"queries": 700, "keys": 90, "heads": 3, "kv_heads": 3}, {}),
+)
+
+
+def results(
+    library: Library, of: dict[str, Any], band: dict[str, Any], poison: bool, seed: int
+) -> str:
+    """What is wrong with out, lse and lse_low, or nothing."""
+    options = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 64, "dtype": torch.bfloat16}
+    inputs = make(Problem(**(options | of)))
+    if band:
+        inputs.options |= {
+            "causal": "upper_left" if band.get("right") == 0 else False,
+            "window": (band.get("left"), band.get("right")),
+        }
+    wanted = exact(inputs)
+    scale = inputs.options.get("scale") or inputs.query.shape[-1] ** -0.5
+    said: dict[str, Any] = {"scale": scale, "origin": (0, 0, 0, 0), "corner": "upper_left"}
+    said |= {"dropout_p": inputs.options["dropout_p"]}
+    said |= {f"window_{side}": size for side, size in band.items()}
+    key, value = inputs.key.clone(), inputs.value.clone()
+    if poison:
+        seen = inputs.seen().any(2).any(1)  # [batch, key]
+        for b in range(key.shape[0]):
+            key[b, :, ~seen[b]], value[b, :, ~seen[b]] = torch.nan, torch.inf
+    library.seed = seed
+    operands = (inputs.query, key, value, inputs.mask, inputs.bias, inputs.key_lengths, inputs.seed)
+    try:
+        out, lse, lse_low = library.forward(Described(*operands, said))
+    except EmulatorError as error:
+        return str(error)
+    if not torch.allclose(out.double(), wanted["out"].double(), rtol=0.02, atol=0.02):
+        return "wrong numbers in out"
+    if not torch.allclose(lse.double() + lse_low.double(), wanted["lse"].double(), atol=1e-3):
+        return "wrong numbers in lse"
+    return ""
+
+
 @pytest.fixture(scope="module")
 def hopper() -> Library:
     library = Library(emulated.build())
     library.hopper = True
     return library
+
+
+@pytest.mark.parametrize("of,band", OPTIONS, ids=str)
+def test_forward(of: dict[str, Any], band: dict[str, Any], hopper: Library) -> None:
+    for seed in range(2):
+        assert results(hopper, of, band, bool(seed), seed) == ""
+        assert hopper.report.threads % 384 == 0  # it was these kernels
 
 
 @pytest.mark.parametrize("of,band", CASES, ids=str)
