@@ -423,7 +423,7 @@ DEVICE bool consume_others(const Attention& a, HopperPlace at, int count,
     turn.next();
   } else {
 #pragma unroll 1
-    for (int n = 0; n < count; n++, turn.next(), at.next()) {
+    for (; count > 0; count--, turn.next(), at.next()) {
       hopper_visible<F>(a, at, tile.pairs);
       partial |= tile.pairs.partial;
       start_tile<F, F::kHeld>(turn, held, tile);

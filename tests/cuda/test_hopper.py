@@ -181,7 +181,12 @@ MUTATIONS = {
         "which a product of warpgroup",
     ),
     "a tile not left": (FILE, "      leave<F>(before);\n      round", "      round", "deadlock"),
-    "numbers still being read": (FILE, "sync_warp();\n  F::Tiles::left(turn);\n}\n// P", "F::Tiles::left(turn);\n}\n// P", "has read: no barrier"),
+    "numbers still being read": (
+        FILE,
+        "if constexpr (F::kOwnsKeys) sync_warp();",
+        "",
+        "has read: no barrier",
+    ),
     "no fence": ("hopper.cuh", "    fence_products();\n", "", "no fence"),
     "scores read early": (FILE, "  wait_products<kLater + 1>();\n", "", "wrong|before its wait"),
     "dP read early": (FILE, "  wait_products<kLater>();\n", "", "wrong|before its wait"),
@@ -193,7 +198,7 @@ MUTATIONS = {
     ),
     "stages": (FILE, "turn.next();\n      at.next();", "at.next();", "deadlock|wrong|no barrier"),
     "sign of delta": (FILE, "(dp[0][j][e] - delta", "(dp[0][j][e] + delta", "wrong"),
-    "hidden": (FILE, "  hide<F>(tile.pairs, tile.dp);\n}\ntemplate", "}\ntemplate", "wrong"),
+    "hidden": (FILE, "  hide<F>(tile.pairs, tile.s);\n  wait", "  wait", "wrong"),
     "no care": (FILE, "sync_block_or(partial && !finite)", "sync_block_or(partial && !finite && false)", "wrong"),
     "head of a group": (FILE, "    tile = first;\n    h++;", "    tile = first;", "wrong"),
 }  # fmt: skip
