@@ -105,7 +105,9 @@ def includes() -> list[str]:
             wraps = path.name in ("tile.cuh", "tile_hopper.cuh")
             if not wraps and re.search(r"\basm\b|__sync\w+\(|__\w+_sync\(", line):
                 where = f"{path.relative_to(ROOT)}:{number}"
-                found.append(f"{where}: all PTX and intrinsics are in tile.cuh and tile_hopper.cuh: {line.strip()}")
+                found.append(
+                    f"{where}: all PTX and intrinsics are in tile.cuh and tile_hopper.cuh: {line.strip()}"
+                )
     reference = ROOT / "mha_ext/reference.py"
     if reference.is_file():
         for number, line in enumerate(reference.read_text().splitlines(), 1):

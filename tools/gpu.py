@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+ON_A_GPU = ("test_products_on_a_gpu", "test_pipeline_on_a_gpu")  # the others need none
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # What runs under the sanitizers, which slow a kernel down a hundred times.
 SANITIZED = "test_as_on_the_cpu and everything or test_as_on_the_cpu and plain"
@@ -79,7 +80,16 @@ def steps(results: Path, isas: str, architectures: str) -> list[Step]:
         Step("gpu", ("nvidia-smi",), 20, needs="nvidia-smi"),
         Step("torch", (python, "-c", versions), 60),
         Step("build", (python, *install), 240, build),
-        Step("wrappers", (*pytest, "tests/cuda/test_wrappers.py"), 60, needs="nvcc"),
+        Step(
+            "wrappers",
+            (
+                *pytest,
+                "tests/cuda/test_wrappers.py",
+                *(f"tests/cuda/test_wrappers_hopper.py::{name}" for name in ON_A_GPU),
+            ),
+            90,
+            needs="nvcc",
+        ),
         Step("test_gpu", (*pytest, "tests/cuda/test_gpu.py"), 100, after="build"),
     ]
     contract = (*pytest, *several(), "--device", "cuda", "--continue-on-collection-errors")
@@ -102,7 +112,7 @@ def steps(results: Path, isas: str, architectures: str) -> list[Step]:
 
 def several() -> tuple[str, ...]:
     """All cases in several processes, whose references take processors; else a part of the cases."""
-    processes = min(12, os.cpu_count() or 1)
+    processes = min(14, os.cpu_count() or 1)
     if processes > 1 and importlib.util.find_spec("xdist"):
         return ("-n", str(processes), "--dist", "loadfile")
     return ("--cases", "40")
