@@ -54,7 +54,7 @@ template <class F>
 DEVICE Rise<F> softmax_tile(float scale, float (&s)[F::kFragments][F::kColumns][4],
                             RowState<F>& rows) {
   constexpr float kNear = 128;
-  float tops[F::kFragments][2], ahead[F::kFragments][2];
+  float tops[F::kFragments][2], ahead[F::kFragments][2], factor[F::kFragments][2];
   Rise<F> rise;
   rise.any = false;
   bool far = false;
@@ -80,28 +80,28 @@ DEVICE Rise<F> softmax_tile(float scale, float (&s)[F::kFragments][F::kColumns][
       tops[m][half] = top;
       // Nothing is seen in this tile: -inf - -inf would be NaN.
       ahead[m][half] = top == -INFINITY ? 0 : -rows.level[m][half];
+      factor[m][half] = scale * kLog2E;
       far |= top != -INFINITY && !(fabsf(top) < kNear);
     }
-  const bool careful = ballot(far) != 0;
-  if (careful) {
-    // P = 2^((S - top) log2 e + ahead), top being the tile's own maximum: far from zero S log2 e
-    // and a rounded level differ by more than scores do.
+  if (ballot(far)) {
+    // In rows far from zero P = 2^((S - top) log2 e + ahead), top being the tile's own maximum: S
+    // log2 e and a rounded level differ there by more than scores do.
 #pragma unroll
     for (int m = 0; m < F::kFragments; m++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const float top = tops[m][half], level = level_of(top);
-        if (top != -INFINITY)  // exact up to there: what a rounded level lacks, l has
-          ahead[m][half] =
-              fabsf(level) < (1 << 24) ? fmaf(top, kLog2E, ahead[m][half]) : level + ahead[m][half];
-        const float from = top == -INFINITY ? 0 : top;
+        if (top == -INFINITY || fabsf(top) < kNear) continue;
+        // Exact up to there: what a rounded level lacks, l has.
+        ahead[m][half] =
+            fabsf(level) < (1 << 24) ? fmaf(top, kLog2E, ahead[m][half]) : level + ahead[m][half];
+        factor[m][half] = kLog2E;
 #pragma unroll
         for (int j = 0; j < F::kColumns; j++)
 #pragma unroll
-          for (int e = 2 * half; e < 2 * half + 2; e++) s[m][j][e] = s[m][j][e] * scale - from;
+          for (int e = 2 * half; e < 2 * half + 2; e++) s[m][j][e] = s[m][j][e] * scale - top;
       }
   }
-  const float factor = careful ? kLog2E : scale * kLog2E;
 #pragma unroll
   for (int m = 0; m < F::kFragments; m++)
 #pragma unroll
@@ -110,8 +110,8 @@ DEVICE Rise<F> softmax_tile(float scale, float (&s)[F::kFragments][F::kColumns][
 #pragma unroll
       for (int j = 0; j < F::kColumns; j++) {
         float &x = s[m][j][2 * half], &y = s[m][j][2 * half + 1];
-        x = exp2_approximate(fmaf(x, factor, ahead[m][half]));
-        y = exp2_approximate(fmaf(y, factor, ahead[m][half]));
+        x = exp2_approximate(fmaf(x, factor[m][half], ahead[m][half]));
+        y = exp2_approximate(fmaf(y, factor[m][half], ahead[m][half]));
         sum += x;
         other += y;
       }

@@ -172,13 +172,14 @@ DEVICE Rise<F> hopper_softmax(const Attention& a, const HopperBlock& of, const S
   const Place& place = of.place;
   const int64_t k0 = (int64_t)tile * F::kKeys;
   float scale = (float)a.scale;
-  if constexpr (!F::kPlain) {
+  if constexpr (!F::kPlain)
+    if (a.bias.data || !(scale > 0)) {
 #pragma unroll
-    for (int j = 0; j < F::kColumns; j++)
+      for (int j = 0; j < F::kColumns; j++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) s[0][j][e] *= scale;
-    scale = 1;
-  }
+        for (int e = 0; e < 4; e++) s[0][j][e] *= scale;
+      scale = 1;
+    }
   pairs.partial = tile < seen.all || tile >= seen.all_end;
   if constexpr (!F::kPlain) pairs.partial |= a.mask.data || a.bias.data;
 #pragma unroll

@@ -89,7 +89,7 @@ def test_as_on_the_cpu(problem: Problem, dtype: torch.dtype) -> None:
     for name, tensor in wanted.items():
         size = float(tensor.masked_fill(tensor == -torch.inf, 0).double().abs().max())
         ours = found[name].cpu()
-        torch.testing.assert_close(ours, tensor, rtol=16 * eps, atol=16 * eps * max(size, 1.0))
+        torch.testing.assert_close(ours, tensor, rtol=32 * eps, atol=32 * eps * max(size, 1.0))
 
 
 @pytest.mark.parametrize("keys", [600, 601, 602])

@@ -143,8 +143,9 @@ uint32_t pack(S, float low, float high) {
 inline float max_or_nan(float x, float y) { return x != x || y != y ? NAN : x > y ? x : y; }
 template <class S>
 uint32_t min_pair(S, uint32_t x, uint32_t y) {
-  return pack(S{}, fminf(widen(S{(uint16_t)x}), widen(S{(uint16_t)y})),
-              fminf(widen(S{(uint16_t)(x >> 16)}), widen(S{(uint16_t)(y >> 16)})));
+  const auto lesser = [](float a, float b) { return a != a || b < a ? b : a; };
+  return pack(S{}, lesser(widen(S{(uint16_t)x}), widen(S{(uint16_t)y})),
+              lesser(widen(S{(uint16_t)(x >> 16)}), widen(S{(uint16_t)(y >> 16)})));
 }
 
 template <class S>

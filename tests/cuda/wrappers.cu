@@ -127,6 +127,10 @@ __global__ void wrappers_kernel(int which, const uint32_t* in, uint32_t* out) {
       *(float*)(out + 7) = max_or_nan(x, widen(BFloat16{low}));
       out[8] = min_pair(BFloat16{}, in[2], in[0]);
       out[9] = min_pair(Float16{}, in[2], in[0]);
+      out[10] = bits_of(x);
+      *(float*)(out + 11) = float_of(in[1]);
+      out[12] = upper_halves(in[2], in[0]);
+      prefetch(in);
       break;
     }
   }
