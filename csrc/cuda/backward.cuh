@@ -14,18 +14,13 @@ const char* backward_of(const Attention& a, const AttentionGrad& g, void* scratc
 template <class S>
 const char* backward_hopper_of(const Attention& a, const AttentionGrad& g, Stream stream);
 
-// Whether rows can be copied 16 bytes at a time.
-inline bool are_in_pieces(const Rows& rows, int64_t batch, int64_t heads) {
-  const int64_t strides = (batch > 1 ? rows.batch : 0) | (heads > 1 ? rows.head : 0) | rows.row;
-  return (uintptr_t)rows.data % 16 == 0 && strides % 8 == 0;
-}
 inline bool backward_hopper_takes(const Attention& a, const AttentionGrad& g) {
   constexpr int64_t kFew = 64;
-  return !g.grad_weights.data && !g.grad_bias.data && !a.mask.data && !a.bias.data &&
-         !a.dropout.seed && !a.uniform_empty_rows && a.queries > kFew && a.keys > kFew &&
-         max_of(a.head_dim, a.value_dim) <= 128 && are_in_pieces(a.query, a.batch, a.heads) &&
-         are_in_pieces(a.key, a.batch, a.kv_heads) && are_in_pieces(a.value, a.batch, a.kv_heads) &&
-         are_in_pieces(g.grad_out, a.batch, a.heads) && on_hopper();
+  return !g.grad_weights.data && !g.grad_bias.data && !a.bias.data && !a.dropout.seed &&
+         !a.uniform_empty_rows && a.queries > kFew && a.keys > kFew &&
+         max_of(a.head_dim, a.value_dim) <= 128 && in_pieces(a.query, a.batch, a.heads) &&
+         in_pieces(a.key, a.batch, a.kv_heads) && in_pieces(a.value, a.batch, a.kv_heads) &&
+         in_pieces(g.grad_out, a.batch, a.heads) && on_hopper();
 }
 
 template <class S>

@@ -10,8 +10,10 @@ template <>
 const char* backward_of<BFloat16>(const Attention& a, const AttentionGrad& g, void* scratch,
                                   Stream stream) {
   if (backward_hopper_takes(a, g)) {
-    const char* error = run_delta<BFloat16>(a, g, stream);
-    return error ? error : backward_hopper_of<BFloat16>(a, g, stream);
+    Attention packed = a;
+    const char* error = pack_mask(packed, scratch, stream);
+    if (!error) error = run_delta<BFloat16>(a, g, stream);
+    return error ? error : backward_hopper_of<BFloat16>(packed, g, stream);
   }
   return backward_of_half<BFloat16>(a, g, scratch, stream);
 }

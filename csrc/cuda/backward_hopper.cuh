@@ -179,7 +179,7 @@ struct HopperPairs {
 template <class F>
 DEVICE void hopper_visible(const Attention& a, const HopperPlace& at, HopperPairs<F>& pairs) {
   using Part = typename F::Part;
-  pairs.partial = at.tile < at.all || at.tile >= at.all_end;
+  pairs.partial = a.mask.data || at.tile < at.all || at.tile >= at.all_end;
 #pragma unroll
   for (int part = 0; part < F::kParts; part++) {
     uint32_t bits[1] = {~0u};

@@ -40,10 +40,6 @@ HOST_DEVICE KeyParts key_parts(const Attention& a) {
   return {max_of(1, ceil_div(a.keys, size)), size};
 }
 
-inline bool in_pieces(const Rows& rows, int64_t batch, int64_t heads) {
-  const int64_t strides = (batch > 1 ? rows.batch : 0) | (heads > 1 ? rows.head : 0) | rows.row;
-  return (uintptr_t)rows.data % 16 == 0 && strides % 8 == 0;
-}
 inline bool hopper_takes(const Attention& a) {
   constexpr int64_t kOneFragment = 64;
   return a.queries > kOneFragment && key_parts(a).count == 1 &&

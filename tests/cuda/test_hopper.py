@@ -48,6 +48,8 @@ CASES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"queries": 70, "keys": 400, "head_dim": 72, "value_dim": 128}, {"left": 90}),
     ({"queries": 129, "keys": 300, "batch": 3, "key_lengths": "random"}, {}),
     ({"queries": 129, "keys": 200, "head_dim": 128, "key_lengths": "edges", "batch": 3}, {}),
+    ({"queries": 150, "keys": 200, "mask": "bhqk"}, {}),
+    ({"queries": 300, "keys": 260, "head_dim": 128, "mask": "b11k", "batch": 2}, {"right": 0}),
 )
 
 
@@ -66,7 +68,8 @@ def gradients(
     said: dict[str, Any] = {"scale": inputs.query.shape[-1] ** -0.5, "origin": (0, 0, 0, 0)}
     said |= {"corner": "upper_left", "dropout_p": 0.0}
     said |= {f"window_{side}": size for side, size in band.items()}
-    operands = (inputs.query, inputs.key, inputs.value, None, None, inputs.key_lengths, None)
+    lengths = inputs.key_lengths
+    operands = (inputs.query, inputs.key, inputs.value, inputs.mask, None, lengths, None)
     saved = torch.ops.mha_ext.attention_forward(*operands, **said)
     seen = inputs.seen().any(2).any(1)  # [batch, key]
     key, value = inputs.key.clone(), inputs.value.clone()
@@ -74,7 +77,7 @@ def gradients(
         for b in range(key.shape[0]):
             key[b, :, ~seen[b]], value[b, :, ~seen[b]] = torch.nan, torch.inf
     library.seed = seed
-    described = Described(inputs.query, key, value, None, None, inputs.key_lengths, None, said)
+    described = Described(inputs.query, key, value, inputs.mask, None, lengths, None, said)
     try:
         found = library.backward(
             described, inputs.grad_out, inputs.grad_lse, saved, [True] * 3 + [False]
