@@ -424,7 +424,9 @@ def test_a_shard_of_the_heads_and_of_the_sequence(dtype: torch.dtype) -> None:
         assert tangent is not None
         moved[name] = part(tangent, name)
     found = tangents(given, moved)
-    eps = torch.finfo(dtype).eps  # a shorter problem may have another kernel, which rounds elsewhere
+    eps = torch.finfo(
+        dtype
+    ).eps  # a shorter problem may have another kernel, which rounds elsewhere
     for name in ("out", "lse", "grad_query"):
         torch.testing.assert_close(found[name], wanted[name][at], rtol=4 * eps, atol=eps)
 

@@ -40,9 +40,10 @@ HOST_DEVICE KeyParts key_parts(const Attention& a) {
   return {max_of(1, ceil_div(a.keys, size)), size};
 }
 
+// A bias is read faster by the other kernel, which copies it beside the keys.
 inline bool hopper_takes(const Attention& a) {
   constexpr int64_t kOneFragment = 64;
-  return a.queries > kOneFragment && key_parts(a).count == 1 &&
+  return !a.bias.data && a.queries > kOneFragment && key_parts(a).count == 1 &&
          max_of(a.head_dim, a.value_dim) <= 128 && in_pieces(a.query, a.batch, a.heads) &&
          in_pieces(a.key, a.batch, a.kv_heads) && in_pieces(a.value, a.batch, a.kv_heads) &&
          on_hopper();

@@ -12,7 +12,7 @@ template <class S_, int kWidth_, bool kPlain_>
 struct HopperForward {
   using S = S_;
   static constexpr bool kOwnsKeys = false;
-  static constexpr bool kPlain = kPlain_;  // no mask, bias or dropout, and scale > 0
+  static constexpr bool kPlain = kPlain_;  // no mask or dropout, and scale > 0
   static constexpr int kWidth = kWidth_;   // D and Dv are at most this
   static constexpr int kKeys = 128, kWords = kKeys / 64;
   static constexpr int kFragments = 1, kColumns = kKeys / 8, kSteps = kKeys / 16;
@@ -145,7 +145,7 @@ DEVICE void hide_outside_band(const Attention& a, int64_t b, int64_t i0, int64_t
       if (8 * j + e % 2 < begin[e / 2] || 8 * j + e % 2 >= end[e / 2]) s[0][j][e] = -INFINITY;
 }
 
-// The bits of what is visible; what is not becomes -inf, and the bias is added.
+// The bits of what is visible; what is not becomes -inf.
 template <class F>
 DEVICE void hide_pairs(const Attention& a, const Place& place, int64_t i0, int64_t k0,
                        float (&s)[1][F::kColumns][4], uint32_t (&visible)[F::kWords]) {
@@ -155,9 +155,6 @@ DEVICE void hide_pairs(const Attention& a, const Place& place, int64_t i0, int64
   for (int part = 0; part < F::kWords; part++) {
     uint32_t bits[1];
     fragment_bits<Half>(visible_word(a, place.b, place.h, i0, count, k0 + 64 * part, 64), bits);
-    if constexpr (!F::kPlain)
-      if (a.bias.data)
-        add_bias_tile<Half>(a, place.b, place.h, i0, k0 + 64 * part, half_of<F>(s, part), bits);
     select_tile<Half>(bits, -INFINITY, half_of<F>(s, part));
     visible[part] = bits[0];
   }
@@ -173,7 +170,7 @@ DEVICE Rise<F> hopper_softmax(const Attention& a, const HopperBlock& of, const S
   const int64_t k0 = (int64_t)tile * F::kKeys;
   float scale = (float)a.scale;
   if constexpr (!F::kPlain)
-    if (a.bias.data || !(scale > 0)) {
+    if (!(scale > 0)) {
 #pragma unroll
       for (int j = 0; j < F::kColumns; j++)
 #pragma unroll
@@ -181,7 +178,7 @@ DEVICE Rise<F> hopper_softmax(const Attention& a, const HopperBlock& of, const S
       scale = 1;
     }
   pairs.partial = tile < seen.all || tile >= seen.all_end;
-  if constexpr (!F::kPlain) pairs.partial |= a.mask.data || a.bias.data;
+  if constexpr (!F::kPlain) pairs.partial |= a.mask.data != nullptr;
 #pragma unroll
   for (int part = 0; part < F::kWords; part++) pairs.visible[part] = ~0u;
   if (pairs.partial) {
@@ -398,7 +395,7 @@ const char* run_forward_hopper(const Attention& a, Stream stream) {
 }
 template <class S, int kWidth>
 const char* by_options(const Attention& a, Stream stream) {
-  if (a.mask.data || a.bias.data || a.dropout.seed || !((float)a.scale > 0))
+  if (a.mask.data || a.dropout.seed || !((float)a.scale > 0))
     return run_forward_hopper<HopperForward<S, kWidth, false>>(a, stream);
   return run_forward_hopper<HopperForward<S, kWidth, true>>(a, stream);
 }

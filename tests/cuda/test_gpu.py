@@ -289,7 +289,9 @@ def test_memory_is_linear(dtype: torch.dtype) -> None:
         torch.randn(batch, heads, length, width, device="cuda", dtype=dtype) for _ in range(3)
     ]
     rows = batch * heads * length * width * 4
-    assert used(lambda: mha_ext.attention(*tensors, causal=True, dropout_p=0.1)) <= 2 * rows
+    planes = 3 * rows if dtype == torch.float32 else 0  # keys and values, in three of 16 bits each
+    most = 2 * rows + planes
+    assert used(lambda: mha_ext.attention(*tensors, causal=True, dropout_p=0.1)) <= most
     if TRAINS:
         for tensor in tensors:
             tensor.requires_grad_()

@@ -95,7 +95,7 @@ def gradients(
 OPTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     *CASES,
     ({"queries": 140, "keys": 300, "mask": "b1qk", "dropout_p": 0.3}, {}),
-    ({"queries": 200, "keys": 140, "bias": "1hqk", "head_dim": 128, "mask": "b11k"}, {"right": 0}),
+    ({"queries": 200, "keys": 140, "head_dim": 128, "mask": "b11k"}, {"right": 0}),
     ({"queries": 70, "keys": 500, "scale": -0.2}, {}),
     ({"queries": 700, "keys": 90, "heads": 3, "kv_heads": 3}, {}),
 )
