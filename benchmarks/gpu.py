@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
+import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -369,12 +372,23 @@ def content(records: Sequence[Record], failures: Failures, left: Sequence[Group]
     """What is written as JSON."""
     shares = [{"share": r.share, "share_of_bandwidth": r.share_of_bandwidth} for r in records]
     return {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
         "gpu": torch.cuda.get_device_name(),
+        "driver": _driver(),
         "versions": {**run.versions(), "cuda": torch.version.cuda, "cudnn": _cudnn()},
         "records": [{**asdict(r), **s} for r, s in zip(records, shares, strict=True)],
         "failures": failures.found,
         "not_measured": [group.title for group in left],
     }
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.split("\n")[0]
+    except OSError:
+        return ""
 
 
 def _cudnn() -> int | None:
@@ -410,6 +424,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # In turns over the topics, so that a limit of time leaves something of each.
     by_topic = [[g for g in wanted if g.topic == topic] for topic in arguments.topics]
     ordered = [g for turn in itertools.zip_longest(*by_topic) for g in turn if g is not None]
+    warnings.simplefilter("ignore")  # SDPA says at length why a backend does not take a problem
     begin, failures = time.perf_counter(), Failures()
     records: list[Record] = []
     left: list[Group] = []

@@ -43,6 +43,12 @@ BUDGETS = [
     ),
 ]
 STATIC_SHARED = 0  # bytes
+# Bytes that may be spilled, else none: all of the register file is in use, and the stores of a tile
+# cost less than smaller tiles do.
+SPILLS = [
+    (r"backward_hopper_kernel<.*, 128, true>", 200),
+    (r"forward_hopper_kernel<.*, 128, false>", 200),
+]
 
 
 def report(nvcc: list[str], source: Path, architecture: str) -> list[tuple[str, bool]]:
@@ -58,14 +64,15 @@ def report(nvcc: list[str], source: Path, architecture: str) -> list[tuple[str, 
     found = []
     for part in text.split("Compiling entry function '")[1:]:
         name = part.split("' for 'sm_")[0]
-        spills = sum(map(int, re.findall(r"(\d+) bytes spill", part)))
+        spills = int(re.findall(r"(\d+) bytes spill stores", part)[0])
         registers = int(re.findall(r"Used (\d+) registers", part)[0])
         shared = sum(map(int, re.findall(r"(\d+) bytes smem", part)))
         short = re.sub(r"mha_ext::(cuda::)?|\((?!mha_ext::cuda::Output).*|^void ", "", name)
         budget = next((limit for pattern, limit in BUDGETS if re.search(pattern, name)), 0)
         # Products of warpgroups that the assembler cannot leave running lose all they are for.
         serial = "wgmma.mma_async instructions are serialized" in text
-        fine = spills == 0 and not serial and registers <= budget and shared <= STATIC_SHARED
+        allowed = next((most for pattern, most in SPILLS if re.search(pattern, name)), 0)
+        fine = spills <= allowed and not serial and registers <= budget and shared <= STATIC_SHARED
         numbers = f"{registers} of {budget} registers, {spills} bytes of spills, {shared} shared"
         found.append((f"sm_{architecture} {short}: {numbers}", fine))
     return found
