@@ -203,3 +203,11 @@ def link(
     sys.stderr.write(answer.stderr)
     if answer.returncode != 0:
         fail(f"linking failed (see above). The command was\n{shlex.join(command)}")
+    if compiler.x86 and b"libstdc++.so" not in target.read_bytes():
+        target.unlink()
+        fail(
+            f"{shlex.join(compiler.command)} links a C++ library of its own into the module, beside "
+            "the shared libstdc++ that torch has loaded: the first error message would crash. Name "
+            "another compiler in CXX, for example CXX=/usr/bin/g++, or take -static-libstdc++ out of "
+            "LDFLAGS"
+        )

@@ -142,7 +142,14 @@ def test_only_what_changed_is_compiled_by_nvcc(
         source.write_text(
             f'#include "{name}.cuh"\n__global__ void {name}(int* x) {{ *x = kOne; }}\n'
         )
-        work.append((cuda.compiler, source, tmp_path / f"{name}.cu.o", cuda.flags))
+        work.append(
+            (
+                cuda.compiler,
+                source,
+                tmp_path / f"{name}.cu.o",
+                cuda_toolkit.flags_of(source, cuda.chosen),
+            )
+        )
     objects = [target for _, _, target, _ in work]
 
     def compiled() -> list[str]:
@@ -154,3 +161,37 @@ def test_only_what_changed_is_compiled_by_nvcc(
     assert compiled() == []
     (tmp_path / "two.cuh").write_text("constexpr int kOne = 2;\n")
     assert compiled() == ["two.cu.o"]
+
+
+def test_hopper_has_sources_of_its_own() -> None:
+    """sm_90a for them alone, and the others know that they are there."""
+    both = cuda_toolkit.architectures("8.0;9.0+PTX")
+    own = cuda_toolkit.flags_of(Path("forward_hopper_float16.cu"), both)
+    assert own[len(cuda_toolkit.FLAGS) :] == [
+        "-gencode",
+        "arch=compute_90a,code=sm_90a",
+        "-DMHA_EXT_HOPPER",
+    ]
+    others = cuda_toolkit.flags_of(Path("forward_float16.cu"), both)
+    assert others == [*cuda_toolkit.FLAGS, *both, "-DMHA_EXT_HOPPER"]
+    old = cuda_toolkit.architectures("8.0")
+    assert cuda_toolkit.flags_of(Path("x_hopper.cu"), old) == [*cuda_toolkit.FLAGS, *old]
+
+
+def test_a_compiler_with_a_library_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two copies of libstdc++ in a process crash with the first error message."""
+    compiler = toolchain.find_compiler()
+    if not compiler.x86:
+        pytest.skip("looked at on x86-64 only")
+    source, made, target = tmp_path / "a.cpp", tmp_path / "a.o", tmp_path / "a.so"
+    source.write_text("#include <string>\nstd::string f(int i) { return std::to_string(i); }\n")
+    toolchain.compile_one(True, compiler, source, made, ["-std=c++20", "-fPIC"])
+    torch = toolchain.Path(emulated.torch.__file__).parent
+    toolchain.link(compiler, [made], target, torch, [])
+    assert target.is_file()
+    monkeypatch.setenv("LDFLAGS", "-static-libstdc++")
+    with pytest.raises(SystemExit, match="CXX=/usr/bin/g"):
+        toolchain.link(compiler, [made], target, torch, [])
+    assert not target.exists()
