@@ -21,7 +21,6 @@ struct HalfBackward {
   static constexpr bool kWeights = kWeights_;                    // dP is given
   static constexpr int kWidth = kWidth_, kFragments = 1;         // D and Dv are at most kWidth
   static constexpr int kThreads = 128, kRows = 64;
-  static constexpr int kBlocks = kWidth <= 64 && !kOwnsKeys ? 3 : 1;  // of a multiprocessor
   static constexpr int kOthers = kWidth <= 64 ? 64 : kWidth <= 128 ? 32 : 16;  // rows of a tile
   static constexpr int kColumns = kOthers / 8, kSteps = kOthers / 16;
   static constexpr int kRowBytes = 2 * kWidth, kOwnBytes = kRows * kRowBytes;
@@ -372,7 +371,7 @@ DEVICE HalfBlock half_block(const Attention& a, int64_t row, int own) {
 }
 
 template <class F>
-__global__ void LAUNCH_BOUNDS(F::kThreads, F::kBlocks)
+__global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     backward_half_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT AttentionGrad g) {
   const int64_t heads = F::kOwnsKeys ? a.kv_heads : a.heads;
   if (grid_row() >= a.batch * heads) return;

@@ -6,7 +6,7 @@ namespace mha_ext::cuda {
 
 // One chunk of the sum of kOthers keys of one owner's tile of grad_bias.
 template <class F>
-__global__ void LAUNCH_BOUNDS(F::kThreads, F::kBlocks)
+__global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     bias_half_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT AttentionGrad g,
                      const BiasPlan plan, float* sums) {
   constexpr int kParts = (int)kTile / F::kOthers;
