@@ -78,8 +78,8 @@ MUTATIONS = {
     "lane": ("half.cuh", "16 * m + lane / 4 + 8)", "16 * m + lane % 4 + 8)", "wrong"),
     "divergence": (
         "forward_half.cuh",
-        "  if (ballot(grew)) {",
-        "  if (lane_id() < 16 && ballot(grew)) {",
+        "  if (ballot(far)) {",
+        "  if (lane_id() < 16 && ballot(far)) {",
         "different things|waits for its warp",
     ),
     "swizzle": ("tile.cuh", "(piece ^ (row & 7)) << 4", "piece << 4", "conflicts"),

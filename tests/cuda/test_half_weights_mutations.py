@@ -72,13 +72,13 @@ MUTATIONS = {
     "rows without a key": (HEADER, "1 / (float)a.keys", "0", "wrong weights"),
     "the low half of lse": (HEADER, " - rows[e / 2].low", "", "wrong weights"),
     "the other half": (
-        BACKWARD,
-        "2 * warp_id() + half)",
-        "2 * warp_id() + 1 - half)",
+        "half.cuh",
+        "2 * own + half)",
+        "2 * own + 1 - half)",
         "wrong gradient of key",
     ),
     "the next fragment": (
-        BACKWARD,
+        "half.cuh",
         "half + r, j + next)",
         "half + r, j + 1 - next)",
         "wrong gradient of query",
@@ -89,9 +89,9 @@ MUTATIONS = {
         "F::kOwnsKeys ? other0 + 1 : own0 + 1,",
         "wrong gradient",
     ),
-    "the head of the cotangent": (BACKWARD, "from.head, from", "0, from", "wrong gradient"),
+    "the head of the cotangent": ("half.cuh", "from.head, from", "0, from", "wrong gradient"),
     "keys past the last": (
-        BACKWARD,
+        "half.cuh",
         "(F::kKeys, a.keys - k0) * 2",
         "(F::kKeys, a.keys - k0 - 1) * 2",
         "wrong gradient",
@@ -148,7 +148,7 @@ print(test_half_weights_mutations.verdict(emulated.Library(emulated.Path({librar
 PAST_THE_END = {
     "": (*MUTATIONS["none"][:3], "nothing"),
     "keys of the cotangent": (
-        BACKWARD,
+        "half.cuh",
         "(int)min_of(F::kKeys, a.keys - k0) * 2",
         "F::kKeys * 2",
         "AddressSanitizer: heap-",
