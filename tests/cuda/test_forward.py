@@ -210,4 +210,4 @@ def test_no_bank_conflicts(dtype: torch.dtype, width: int) -> None:
     for traffic in (report.matrices, report.copies, report.plain):
         assert traffic.conflicts == 0
     assert (report.matrices.accesses > 0) == fragments
-    assert (report.plain.accesses > 0) == (dtype not in HALF)
+    assert report.plain.accesses > 0 or dtype in HALF

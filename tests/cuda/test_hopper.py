@@ -146,7 +146,7 @@ def hopper() -> Library:
 def test_forward(of: dict[str, Any], band: dict[str, Any], hopper: Library) -> None:
     for seed in range(2):
         assert results(hopper, of, band, bool(seed), seed) == ""
-        assert hopper.report.threads % 384 == 0  # it was these kernels
+        assert hopper.report.shared_bytes > 99 * 1024  # it was these kernels
 
 
 @pytest.mark.parametrize("of,band", CASES, ids=str)
