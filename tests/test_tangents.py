@@ -413,10 +413,10 @@ def test_any_place_in_the_batch(dtype: torch.dtype) -> None:
 @dtypes
 def test_a_shard_of_the_heads_and_of_the_sequence(dtype: torch.dtype) -> None:
     """The origin says where a part stands: the same pairs are dropped and seen."""
-    problem = Problem(dtype=dtype, heads=4, queries=100, keys=100, causal="upper_left")
+    problem = Problem(dtype=dtype, heads=4, queries=140, keys=140, causal="upper_left")
     inputs, direction = draw(replace(problem, dropout_p=0.4))
     wanted = tangents(inputs, direction)
-    queries, heads = slice(37, 90), slice(1, 3)
+    queries, heads = slice(37, 120), slice(1, 3)  # enough for the kernel of the whole
     at = (slice(None), heads, queries)
     whole = ("key", "value")
 
@@ -431,11 +431,8 @@ def test_a_shard_of_the_heads_and_of_the_sequence(dtype: torch.dtype) -> None:
         assert tangent is not None
         moved[name] = part(tangent, name)
     found = tangents(given, moved)
-    eps = torch.finfo(
-        dtype
-    ).eps  # a shorter problem may have another kernel, which rounds elsewhere
     for name in ("out", "lse", "grad_query"):
-        torch.testing.assert_close(found[name], wanted[name][at], rtol=4 * eps, atol=eps)
+        torch.testing.assert_close(found[name], wanted[name][at])
 
 
 @dtypes

@@ -109,7 +109,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_lengths,
     const OptionalTensor& seed, OptionalString corner, OptionalSymInt window_left,
     OptionalSymInt window_right, double dropout_p, double scale, bool uniform_empty_rows,
-    c10::SymIntArrayRef origin, std::array<bool, 4> output_mask, bool /*all_keys*/) {
+    c10::SymIntArrayRef origin, std::array<bool, 4> output_mask, bool all_keys) {
   const c10::DeviceGuard guard(query.device());
   std::vector<Tensor> keep;
   Groups<Attention> groups = describe(
@@ -123,6 +123,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   Gradients g = gradients(query, key, value, bias, output_mask, groups.size(), keep);
   set(g.groups, &AttentionGrad::grad_out, grad_out, keep);
   if (grad_lse) set(g.groups, &AttentionGrad::grad_lse, *grad_lse, keep);
+  for (AttentionGrad& group : g.groups) group.all_keys = all_keys;
   const Tensor scratch =
       at::empty({backward_scratch_bytes(groups[0], g.groups[0])}, query.options().dtype(at::kByte));
   const Stream stream = current_stream(query.device());

@@ -1,5 +1,6 @@
 // Backward: the kernels of each dtype are in the sources beside this one.
 #include "backward.cuh"
+#include "forward.cuh"
 #include "mask.cuh"
 #include "split.cuh"
 
@@ -22,8 +23,11 @@ int64_t backward_scratch_bytes(const Attention& a, const AttentionGrad& g) {
   const bool half = a.dtype == DType::kBFloat16 || a.dtype == DType::kFloat16;
   int64_t at = half ? packed_mask_bytes(a) : 0;
   at += ceil_div(bias_bytes(a, g.grad_bias), 256) * 256;
-  if (is_split(a) && !g.grad_weights.data) split_sides(a, nullptr, at);
-  return at;
+  if (!is_split(a) || g.grad_weights.data) return at;
+  int64_t levels = at;  // in the same place, one after the other
+  if (takes_own_levels(a, g)) levels += 2 * level_bytes(a) + parts_bytes(without_values(a));
+  split_sides(a, nullptr, at);
+  return max_of(at, levels);
 }
 
 const char* backward(const Attention& a, const AttentionGrad& g, void* scratch, Stream stream) {

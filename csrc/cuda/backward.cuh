@@ -18,9 +18,8 @@ inline bool backward_hopper_takes(const Attention& a, const AttentionGrad& g) {
   constexpr int64_t kFew = 64;
   return !g.grad_weights.data && !g.grad_bias.data && !a.bias.data && !a.dropout.seed &&
          !a.uniform_empty_rows && a.queries > kFew && a.keys > kFew &&
-         max_of(a.head_dim, a.value_dim) <= 128 && in_pieces(a.query, a.batch, a.heads) &&
-         in_pieces(a.key, a.batch, a.kv_heads) && in_pieces(a.value, a.batch, a.kv_heads) &&
-         in_pieces(g.grad_out, a.batch, a.heads) && on_hopper();
+         max_of(a.head_dim, a.value_dim) <= 128 && in_pieces(a.query) && in_pieces(a.key) &&
+         in_pieces(a.value) && in_pieces(g.grad_out) && on_hopper();
 }
 
 template <class S>
@@ -75,6 +74,11 @@ HOST_DEVICE bool bias_is_constant(const Attention& a, const Pairs& grad_bias) {
 HOST_DEVICE bool bias_is_summed(const Attention& a, const Pairs& grad_bias) {
   return grad_bias.data && !bias_is_dense(a, grad_bias) && !bias_is_constant(a, grad_bias) &&
          a.batch * a.heads * a.queries * a.keys > 0;
+}
+
+// Whether what is summed for a bias may have lse of its own: of these keys, in float32 arithmetic.
+HOST_DEVICE bool takes_own_levels(const Attention& a, const AttentionGrad& g) {
+  return g.all_keys && bias_is_summed(a, g.grad_bias);
 }
 
 template <class S, class T>

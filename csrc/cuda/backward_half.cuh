@@ -128,11 +128,7 @@ DEVICE void finish_pairs(const Attention& a, const HalfPlace& at, const QueryNum
                          HalfPairs<F>& pairs) {
   const int64_t other0 = (int64_t)at.tile * F::kOthers;
   auto &p = pairs.z, &ds = pairs.ds;
-  const float scale = (float)a.scale;
-#pragma unroll
-  for (int j = 0; j < F::kColumns; j++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) p[0][j][e] *= scale;
+  scale_fragments((float)a.scale, p);
   if (a.bias.data) {
     const auto add = [&] {
       if constexpr (sizeof(typename F::S) == 2)
@@ -150,11 +146,7 @@ DEVICE void finish_pairs(const Attention& a, const HalfPlace& at, const QueryNum
       kept_bits<F>(a, at.b, at.h, at.own0(), other0, kept);
     if constexpr (F::kScores) {
       select_tile<F>(kept, 0, ds);
-      const float keep_scale = (float)a.dropout.keep_scale;
-#pragma unroll
-      for (int j = 0; j < F::kColumns; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) ds[0][j][e] *= keep_scale;
+      scale_fragments((float)a.dropout.keep_scale, ds);
     }
   }
 #pragma unroll

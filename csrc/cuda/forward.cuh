@@ -44,9 +44,8 @@ HOST_DEVICE KeyParts key_parts(const Attention& a) {
 inline bool hopper_takes(const Attention& a) {
   constexpr int64_t kOneFragment = 64;
   return !a.bias.data && a.queries > kOneFragment && key_parts(a).count == 1 &&
-         max_of(a.head_dim, a.value_dim) <= 128 && in_pieces(a.query, a.batch, a.heads) &&
-         in_pieces(a.key, a.batch, a.kv_heads) && in_pieces(a.value, a.batch, a.kv_heads) &&
-         on_hopper();
+         max_of(a.head_dim, a.value_dim) <= 128 && in_pieces(a.query) && in_pieces(a.key) &&
+         in_pieces(a.value) && on_hopper();
 }
 
 // What parts leave: sums of P V, and the level and sum of P of each row. The rows [B H Lq] are cut

@@ -1,4 +1,4 @@
-// Forward for float32: on the tensor cores up to 128 wide.
+// Forward for float32: on the tensor cores up to 128 wide, unless there are no values.
 #include "forward_split.cuh"
 #include "forward_wide.cuh"
 
@@ -6,10 +6,11 @@ namespace mha_ext::cuda {
 
 template <>
 const char* forward_of<float>(const Attention& a, void* scratch, Stream stream) {
-  const int64_t width = max_of(a.head_dim, a.value_dim);
-  if (width <= 64) return forward_split<64>(a, scratch, stream);
-  if (width <= kSplitWidth) return forward_split<128>(a, scratch, stream);
-  return forward_wide<float, 256>(a, scratch, stream);
+  const bool narrow = max_of(a.head_dim, a.value_dim) <= 64;
+  if (is_split(a))
+    return narrow ? forward_split<64>(a, scratch, stream) : forward_split<128>(a, scratch, stream);
+  return narrow ? forward_wide<float, 64>(a, scratch, stream)
+                : forward_wide<float, 256>(a, scratch, stream);
 }
 
 }  // namespace mha_ext::cuda

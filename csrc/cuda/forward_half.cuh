@@ -130,36 +130,40 @@ DEVICE void rescale(const Rise<F>& rise, RowState<F>& rows) {
       for (int e = 0; e < 4; e++) rows.out[m][n][e] *= rise.factor[m][e / 2];
 }
 
+// The bits of what this warp sees of a tile, as far as lengths, band and mask say, and whether that
+// is not all; false: nothing.
+template <class F>
+DEVICE bool visible_tile(const Attention& a, const Place& place, const SeenTiles& seen, int64_t i0,
+                         int tile, uint32_t (&visible)[F::kFragments], bool& partial) {
+  if (tile < seen.any || tile >= seen.any_end) return false;
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++) visible[m] = ~0u;
+  partial = false;
+  if (!a.mask.data && tile >= seen.all && tile < seen.all_end) return true;
+  const int rows = (int)min_of(16 * F::kFragments, a.queries - i0);
+  const uint64_t word =
+      visible_word(a, place.b, place.h, i0, rows, (int64_t)tile * F::kKeys, F::kKeys);
+  if (!ballot(word != 0)) return false;
+  partial = ballot(lane_id() < rows && word != first_bits(F::kKeys)) != 0;
+  if (partial) fragment_bits<F>(word, visible);
+  return true;
+}
+
 // One tile of keys of one warp; finite: its values are. Whether it has met hidden pairs.
 template <class F>
 DEVICE bool forward_tile(const Attention& a, const Place& place, const SeenTiles& seen, int64_t i0,
                          int tile, bool finite, bool bias_copied, RowState<F>& rows) {
   using S = typename F::S;
-  if (tile < seen.any || tile >= seen.any_end) return false;
+  uint32_t visible[F::kFragments];
+  bool partial;
+  if (!visible_tile<F>(a, place, seen, i0, tile, visible, partial)) return false;
   const int64_t k0 = (int64_t)tile * F::kKeys;
   const int stage = tile & 1;
-  uint32_t visible[F::kFragments];
-#pragma unroll
-  for (int m = 0; m < F::kFragments; m++) visible[m] = ~0u;
-  bool partial = false;
-  if (a.mask.data || tile < seen.all || tile >= seen.all_end) {
-    const int rows_here = (int)min_of(16 * F::kFragments, a.queries - i0);
-    const uint64_t word = visible_word(a, place.b, place.h, i0, rows_here, k0, F::kKeys);
-    if (!ballot(word != 0)) return false;
-    partial = ballot(lane_id() < rows_here && word != first_bits(F::kKeys)) != 0;
-    if (partial) fragment_bits<F>(word, visible);
-  }
 
   float s[F::kFragments][F::kColumns][4];
   multiply_rows<S, F::kRowBytes>(0, warp_id() * 16 * F::kFragments, F::key_tile(stage),
                                  (int)a.head_dim, s);
-  const float scale = (float)a.scale;
-#pragma unroll
-  for (int m = 0; m < F::kFragments; m++)
-#pragma unroll
-    for (int j = 0; j < F::kColumns; j++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) s[m][j][e] *= scale;
+  scale_fragments((float)a.scale, s);
   if (a.bias.data) {
     const bool hides = bias_copied ? add_copied_bias<F>(bias_tile<F>(stage), s, visible)
                                    : add_bias_tile<F>(a, place.b, place.h, i0, k0, s, visible);
@@ -214,12 +218,10 @@ DEVICE void add_lanes(RowState<F>& rows) {
     }
 }
 
-// Out, lse and lse_low of rows that have seen all their keys.
+// Stores lse and lse_low of rows that have seen all their keys; what their sums are multiplied by.
 template <class F>
-DEVICE void store_rows(const Attention& a, const Place& place, int64_t row, int64_t i0,
-                       const RowState<F>& rows) {
-  using S = typename F::S;
-  float factor[F::kFragments][2];
+DEVICE void finish_levels(const Attention& a, int64_t row, int64_t i0, const RowState<F>& rows,
+                          float (&factor)[F::kFragments][2]) {
 #pragma unroll
   for (int m = 0; m < F::kFragments; m++)
 #pragma unroll
@@ -228,9 +230,16 @@ DEVICE void store_rows(const Attention& a, const Place& place, int64_t row, int6
       const float l = rows.l[m][half];
       factor[m][half] = l != 0 ? (float)a.dropout.keep_scale / l : 0;
       if (i < a.queries && lane_id() % 4 == 0)
-        store_lse<S>(a, row * a.queries + i, rows.level[m][half], l);
+        store_lse<typename F::S>(a, row * a.queries + i, rows.level[m][half], l);
     }
-  store_fragments<S>(a.out, place.b, place.h, i0, a.queries, (int)a.value_dim, factor, rows.out);
+}
+template <class F>
+DEVICE void store_rows(const Attention& a, const Place& place, int64_t row, int64_t i0,
+                       const RowState<F>& rows) {
+  float factor[F::kFragments][2];
+  finish_levels<F>(a, row, i0, rows, factor);
+  store_fragments<typename F::S>(a.out, place.b, place.h, i0, a.queries, (int)a.value_dim, factor,
+                                 rows.out);
 }
 
 template <class F>

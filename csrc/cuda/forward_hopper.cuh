@@ -171,10 +171,7 @@ DEVICE Rise<F> hopper_softmax(const Attention& a, const HopperBlock& of, const S
   float scale = (float)a.scale;
   if constexpr (!F::kPlain)
     if (!(scale > 0)) {
-#pragma unroll
-      for (int j = 0; j < F::kColumns; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) s[0][j][e] *= scale;
+      scale_fragments(scale, s);
       scale = 1;
     }
   pairs.partial = tile < seen.all || tile >= seen.all_end;
@@ -199,6 +196,22 @@ DEVICE Rise<F> hopper_softmax(const Attention& a, const HopperBlock& of, const S
   return rise;
 }
 
+// Starts S of a tile that is there.
+template <class F>
+DEVICE void start_scores(const Turn<F::kStages>& turn, float (&s)[1][F::kColumns][4]) {
+  const int row = (warp_id() / 4 - 1) * 64;
+  start_rows<typename F::S, F::kRows, F::kKeys, F::kWidth>(0, row, F::Keys::tile(turn), s[0]);
+}
+// S of the tile that comes next, with nothing else under way.
+template <class F>
+DEVICE void wait_scores(const Turn<F::kStages>& turn, float (&s)[1][F::kColumns][4]) {
+  F::Keys::wait_full(turn);
+  start_scores<F>(turn, s);
+  wait_products<0>();
+  pin(s[0]);
+  F::Keys::left(turn);
+}
+
 // All tiles of one consumer; whether any was only partly visible.
 template <class F>
 DEVICE bool consume_tiles(const Attention& a, const HopperBlock& of, const SeenTiles& seen,
@@ -206,7 +219,6 @@ DEVICE bool consume_tiles(const Attention& a, const HopperBlock& of, const SeenT
   using S = typename F::S;
   using Keys = typename F::Keys;
   using Values = typename F::Values;
-  const int row = (warp_id() / 4 - 1) * 64;
   float s[1][F::kColumns][4];
   uint32_t p[1][F::kSteps][4];
   Turn<F::kStages>& turn = turns.tiles;
@@ -215,11 +227,7 @@ DEVICE bool consume_tiles(const Attention& a, const HopperBlock& of, const SeenT
   clear_fragments(s);
 
   F::Queries::wait_full(turns.queries);
-  Keys::wait_full(turn);
-  start_rows<S, F::kRows, F::kKeys, F::kWidth>(0, row, Keys::tile(turn), s[0]);
-  wait_products<0>();
-  pin(s[0]);
-  Keys::left(turn);
+  wait_scores<F>(turn, s);
   if (of.count == 1) F::Queries::left(turns.queries);
   hopper_softmax<F, false>(a, of, seen, i0, of.first, s, rows,
                            pairs);  // nothing is there to rescale
@@ -230,7 +238,7 @@ DEVICE bool consume_tiles(const Attention& a, const HopperBlock& of, const SeenT
 #pragma unroll 1
   for (int n = 1; n < of.count; n++) {
     Keys::wait_full(turn);
-    start_rows<S, F::kRows, F::kKeys, F::kWidth>(0, row, Keys::tile(turn), s[0]);
+    start_scores<F>(turn, s);
     Values::wait_full(before);
     start_across<S, F::kKeys>(p[0], Values::tile(before), rows.out[0]);
     wait_products<F::kAhead ? 1 : 0>();
@@ -265,9 +273,7 @@ template <class F>
 DEVICE void consume_with_care(const Attention& a, const HopperBlock& of, const SeenTiles& seen,
                               int64_t i0, Turns<F>& turns, RowState<F>& rows) {
   using S = typename F::S;
-  using Keys = typename F::Keys;
   using Values = typename F::Values;
-  const int row = (warp_id() / 4 - 1) * 64;
   float s[1][F::kColumns][4];
   uint32_t p[1][F::kSteps][4];
   Turn<F::kStages>& turn = turns.tiles;
@@ -276,11 +282,7 @@ DEVICE void consume_with_care(const Attention& a, const HopperBlock& of, const S
   F::Queries::wait_full(turns.queries);
 #pragma unroll 1
   for (int n = 0; n < of.count; n++, turn.next()) {
-    Keys::wait_full(turn);
-    start_rows<S, F::kRows, F::kKeys, F::kWidth>(0, row, Keys::tile(turn), s[0]);
-    wait_products<0>();
-    pin(s[0]);
-    Keys::left(turn);
+    wait_scores<F>(turn, s);
     rescale<F>(hopper_softmax<F, true>(a, of, seen, i0, of.first + n, s, rows, pairs), rows);
     round_fragments<S>(s, p);
     Values::wait_full(turn);

@@ -80,30 +80,15 @@ template <class F>
 DEVICE bool split_scores(const Attention& a, const Place& place, const SeenTiles& seen, int64_t i0,
                          int tile, bool special, uint32_t (&visible)[F::kFragments],
                          float (&s)[F::kFragments][F::kColumns][4]) {
-  if (tile < seen.any || tile >= seen.any_end) return false;
+  bool partial;
+  if (!visible_tile<F>(a, place, seen, i0, tile, visible, partial)) return false;
   const int64_t k0 = (int64_t)tile * F::kKeys;
-#pragma unroll
-  for (int m = 0; m < F::kFragments; m++) visible[m] = ~0u;
-  bool partial = false;
-  if (a.mask.data || tile < seen.all || tile >= seen.all_end) {
-    const int rows_here = (int)min_of(16 * F::kFragments, a.queries - i0);
-    const uint64_t word = visible_word(a, place.b, place.h, i0, rows_here, k0, F::kKeys);
-    if (!ballot(word != 0)) return false;
-    partial = ballot(lane_id() < rows_here && word != first_bits(F::kKeys)) != 0;
-    if (partial) fragment_bits<F>(word, visible);
-  }
   multiply_split_rows<F::kRowBytes, F::kQueryBytes, F::kTileBytes, false>(
       0, warp_id() * 16 * F::kFragments, F::kKeyTile, (int)a.head_dim, s);
   if (special)
     add_special_rows(float_rows(a.query, place.b, place.h, i0, a.queries),
                      float_rows(a.key, place.b, place.kv, k0, a.keys), (int)a.head_dim, s);
-  const float scale = (float)a.scale;
-#pragma unroll
-  for (int m = 0; m < F::kFragments; m++)
-#pragma unroll
-    for (int j = 0; j < F::kColumns; j++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) s[m][j][e] *= scale;
+  scale_fragments((float)a.scale, s);
   if (a.bias.data) {
     const bool hides = add_bias_tile<F>(a, place.b, place.h, i0, k0, s, visible);
     partial |= ballot(hides) != 0;
@@ -131,14 +116,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   const int last = (int)max_of(first, min_of(block.any_end, (place.part + 1) * part_tiles));
 
   RowState<F> rows;
-  clear_fragments(rows.out);
-#pragma unroll
-  for (int m = 0; m < F::kFragments; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      rows.level[m][half] = -INFINITY;
-      rows.l[m][half] = 0;
-    }
+  clear_rows<F>(rows);
   if (first < last)
     copy_planes<F::kKeys, F::kRowBytes, F::kThreads>(F::kKeyTile, split.key, head,
                                                      (int64_t)first * F::kKeys);
@@ -180,24 +158,10 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   }
   copy_wait<0>();
 
-#pragma unroll
-  for (int m = 0; m < F::kFragments; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float& l = rows.l[m][half];
-      l += shuffle_xor(l, 1);
-      l += shuffle_xor(l, 2);
-      const int64_t i = i0 + 16 * m + 8 * half + lane_id() / 4;
-      if (parts.count == 1 && i < a.queries && lane_id() % 4 == 0)
-        store_lse<float>(a, row * a.queries + i, rows.level[m][half], l);
-    }
+  add_lanes<F>(rows);
   if (parts.count == 1) {
     float factor[F::kFragments][2];
-#pragma unroll
-    for (int m = 0; m < F::kFragments; m++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        factor[m][half] = rows.l[m][half] != 0 ? (float)a.dropout.keep_scale / rows.l[m][half] : 0;
+    finish_levels<F>(a, row, i0, rows, factor);
     store_float_fragments(a.out, place.b, place.h, i0, a.queries, (int)a.value_dim, factor,
                           rows.out);
   } else {

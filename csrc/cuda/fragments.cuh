@@ -16,6 +16,16 @@ DEVICE void clear_fragments(float (&c)[kFragments][kColumns][4]) {
       for (int e = 0; e < 4; e++) c[m][j][e] = 0;
 }
 
+template <int kFragments, int kColumns>
+DEVICE void scale_fragments(float scale, float (&c)[kFragments][kColumns][4]) {
+#pragma unroll
+  for (int m = 0; m < kFragments; m++)
+#pragma unroll
+    for (int j = 0; j < kColumns; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) c[m][j][e] *= scale;
+}
+
 // c[m][j] += sum over `columns` of rows of `left` (from left_row on) times rows of `right`: both
 // tiles have their rows along the sum.
 template <class S, int kRowBytes, int kFragments, int kColumns>

@@ -9,6 +9,10 @@ namespace mha_ext::cuda {
 using Stream = void*;  // a cudaStream_t
 
 constexpr int64_t kMaxWidth = 256;  // of D and Dv
+// float32 up to so wide takes scores from the tensor cores in forward and backward; weights and
+// tangents, and a forward without values (Dv = 0), take them in float32 arithmetic. Beside large
+// scores P = exp(S - lse) has the difference of the two where lse is of the other kind.
+constexpr int64_t kSplitWidth = 128;
 
 // out, lse and lse_low, from scratch memory of forward_scratch_bytes.
 int64_t forward_scratch_bytes(const Attention& a);

@@ -15,10 +15,10 @@
 namespace mha_ext::cuda {
 
 constexpr int kPlanes = 3, kFlagRows = 64;
-constexpr int64_t kSplitWidth = 128;  // the widest heads that are split
 
 HOST_DEVICE bool is_split(const Attention& a) {
-  return a.dtype == DType::kFloat32 && max_of(a.head_dim, a.value_dim) <= kSplitWidth;
+  return a.dtype == DType::kFloat32 && a.value_dim > 0 &&
+         max_of(a.head_dim, a.value_dim) <= kSplitWidth;
 }
 
 DEVICE bool is_special(float x) {
@@ -73,6 +73,16 @@ HOST_DEVICE SplitSides split_sides(const Attention& a, void* memory, int64_t& at
   sides.grad_out = take_planes(at, memory, heads, a.queries, a.value_dim);
   sides.value = take_planes(at, memory, kv_heads, a.keys, a.value_dim);
   return sides;
+}
+
+// For lse of scores in float32 arithmetic: a forward without values.
+HOST_DEVICE Attention without_values(Attention a) {
+  a.value_dim = 0;
+  a.dropout = {};
+  return a;
+}
+HOST_DEVICE int64_t level_bytes(const Attention& a) {
+  return ceil_div(a.batch * a.heads * a.queries * 4, 256) * 256;
 }
 
 // Two tensors with the same rows.

@@ -185,9 +185,11 @@ class Library:
         grad_lse: Tensor | None,
         saved: Sequence[Tensor | None],
         wanted: Sequence[bool],
+        all_keys: bool = False,
     ) -> list[Tensor | None]:
         """The gradients of query, key, value and bias; saved: out, lse and lse_low."""
         g = described.saved(grad_out, grad_lse, saved)
+        g.all_keys = all_keys
         grads = described.gradients(g, wanted)
         self.run("backward", described.struct, g)
         return grads
@@ -344,7 +346,9 @@ def attention_backward(
         described = _described(group, options, *operands)
         cotangent = None if grad_lse is None else grad_lse[group]
         saved = (out[group], lse[group], None if lse_low is None else lse_low[group])
-        results = library().backward(described, grad_out[group], cotangent, saved, output_mask)
+        results = library().backward(
+            described, grad_out[group], cotangent, saved, output_mask, all_keys
+        )
         for to, result in zip(grads, results, strict=True):
             if result is not None:
                 to[group].copy_(result)

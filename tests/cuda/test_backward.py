@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,14 +27,7 @@ from torch import Tensor
 
 import mha_ext
 
-
-@pytest.fixture(autouse=True)
-def _on_the_emulator(request: pytest.FixtureRequest) -> Iterator[None]:
-    emulated.library().seed = len(request.node.name)  # any schedule must do
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators")
-        with emulated.installed():
-            yield
+pytestmark = pytest.mark.usefixtures("on_the_emulator")
 
 
 def ours(inputs: Inputs) -> dict[str, Any]:

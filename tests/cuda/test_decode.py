@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 
 import emulated
@@ -26,14 +24,7 @@ from torch import Tensor
 import mha_ext
 from mha_ext import reference
 
-
-@pytest.fixture(autouse=True)
-def _on_the_emulator(request: pytest.FixtureRequest) -> Iterator[None]:
-    emulated.library().seed = len(request.node.name)  # any schedule must do
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators")
-        with emulated.installed():
-            yield
+pytestmark = pytest.mark.usefixtures("on_the_emulator")
 
 
 def check(inputs: Inputs) -> None:

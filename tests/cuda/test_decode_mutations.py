@@ -30,7 +30,7 @@ const char* backward(const Attention&, const AttentionGrad&, void*, Stream) { re
 """
 SOURCES = {"forward.cu": DECODE, "rest.cu": REST}
 RACE = "no barrier is between|a wait is missing|is under way"
-HEADER = "decode_half.cuh"
+HEADER, PAIRS = "decode_half.cuh", "decode_pairs.cuh"
 # file, what stands there, what shall stand there, what tells
 MUTATIONS = {
     "none": ("tile.cuh", "row * kRowBytes", "kRowBytes * row", "nothing"),
@@ -49,8 +49,8 @@ MUTATIONS = {
         "  const int64_t group",
         RACE,
     ),
-    "head": (HEADER, "row / queries, (int)", "row % queries, (int)", "wrong"),
-    "last row": (HEADER, "r < place.rows ? r : place.rows - 1", "0", "wrong"),
+    "head": (PAIRS, "row / queries, (int)", "row % queries, (int)", "wrong"),
+    "last row": (PAIRS, "r < place.rows ? r : place.rows - 1", "0", "wrong"),
     "a level": (HEADER, "exp2_approximate(rows.level[m][half] - level)", "1", "wrong"),
     "l of the warps": (
         HEADER,
@@ -61,7 +61,7 @@ MUTATIONS = {
     "end of a part": (HEADER, "(part + 1) * parts.size", "part * parts.size + F::kKeys", "wrong"),
     "whole tiles": (HEADER, "k0 + F::kKeys <= all.end", "k0 < all.end", "wrong"),
     "hidden": (HEADER, "  if (!partial) {", "  if (true) {", "wrong"),
-    "bits of the mask": (HEADER, "n / 2 * 8 + n % 2) * step", "n) * step", "wrong"),
+    "bits of the mask": (PAIRS, "n / 2 * 8 + n % 2) * step", "n) * step", "wrong"),
     "a part that has seen nothing": (
         "forward.cuh",
         "p0 + lane < count && part[1] != 0",
@@ -138,8 +138,8 @@ print("clean")
 PAST_THE_END = {
     "": ("tile.cuh", "row * kRowBytes", "kRowBytes * row", "clean"),
     "keys": (HEADER, "min_of(F::kKeys, end - k0)", "F::kKeys", "AddressSanitizer: heap-"),
-    "queries": (HEADER, "r < place.rows ? r : place.rows - 1", "r", "AddressSanitizer: heap-"),
-    "mask": (HEADER, "bool one = bits >> n & 1;", "bool one = true;", "AddressSanitizer: heap-"),
+    "queries": (PAIRS, "r < place.rows ? r : place.rows - 1", "r", "AddressSanitizer: heap-"),
+    "mask": (PAIRS, "bool one = bits >> n & 1;", "bool one = true;", "AddressSanitizer: heap-"),
     "out": (HEADER, "      if (d >= columns) break;", "", "AddressSanitizer: heap-"),
 }
 

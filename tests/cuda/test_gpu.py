@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import DTYPES, Inputs, Problem, call, make, results
+from cases import DTYPES, Inputs, Problem, call, largest_terms, make, results
 from devices import Gpu, no_gpu
 from torch import Tensor
 
@@ -88,8 +88,10 @@ def test_as_on_the_cpu(problem: Problem, dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
     for name, tensor in wanted.items():
         size = float(tensor.masked_fill(tensor == -torch.inf, 0).double().abs().max())
+        if name == "grad_bias":  # a sum over the batch, of terms that cancel
+            size = largest_terms(inputs)[name]
         ours = found[name].cpu()
-        torch.testing.assert_close(ours, tensor, rtol=32 * eps, atol=32 * eps * max(size, 1.0))
+        torch.testing.assert_close(ours, tensor, rtol=16 * eps, atol=16 * eps * max(size, 1.0))
 
 
 @pytest.mark.parametrize("keys", [600, 601, 602])

@@ -9,7 +9,7 @@ from typing import Any
 import emulated
 import pytest
 import torch
-from cases import Problem, exact, make
+from cases import Inputs, Problem, exact, make
 from emulated import Described, EmulatorError, Library
 from test_emulator import REST, mutated
 
@@ -53,10 +53,14 @@ CASES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 )
 
 
-def gradients(
-    library: Library, of: dict[str, Any], band: dict[str, Any], poison: bool, seed: int
-) -> str:
-    """What is wrong with the gradients, or nothing; `poison`: keys that nobody sees hold NaN."""
+Band = dict[str, Any]
+
+
+def described(of: dict[str, Any], band: Band, poison: bool) -> tuple[Inputs, Described, Any]:
+    """A problem, how the kernels have it, and its operands and options.
+
+    `poison`: keys that nobody sees hold what is not finite.
+    """
     options = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 64, "dtype": torch.bfloat16}
     inputs = make(Problem(**(options | of)))
     if band:
@@ -64,23 +68,29 @@ def gradients(
             "causal": "upper_left" if band.get("right") == 0 else False,
             "window": (band.get("left"), band.get("right")),
         }
-    wanted = exact(inputs)
-    said: dict[str, Any] = {"scale": inputs.query.shape[-1] ** -0.5, "origin": (0, 0, 0, 0)}
-    said |= {"corner": "upper_left", "dropout_p": 0.0}
+    scale = inputs.options.get("scale") or inputs.query.shape[-1] ** -0.5
+    said: dict[str, Any] = {"scale": scale, "origin": (0, 0, 0, 0), "corner": "upper_left"}
+    said |= {"dropout_p": inputs.options["dropout_p"]}
     said |= {f"window_{side}": size for side, size in band.items()}
-    lengths = inputs.key_lengths
-    operands = (inputs.query, inputs.key, inputs.value, inputs.mask, None, lengths, None)
-    saved = torch.ops.mha_ext.attention_forward(*operands, **said)
-    seen = inputs.seen().any(2).any(1)  # [batch, key]
     key, value = inputs.key.clone(), inputs.value.clone()
     if poison:
+        seen = inputs.seen().any(2).any(1)  # [batch, key]
         for b in range(key.shape[0]):
             key[b, :, ~seen[b]], value[b, :, ~seen[b]] = torch.nan, torch.inf
+    rest = (inputs.mask, inputs.bias, inputs.key_lengths, inputs.seed)
+    kernels = Described(inputs.query, key, value, *rest, said)
+    return inputs, kernels, ((inputs.query, inputs.key, inputs.value, *rest), said)
+
+
+def gradients(library: Library, of: dict[str, Any], band: Band, poison: bool, seed: int) -> str:
+    """What is wrong with the gradients, or nothing."""
+    inputs, kernels, (operands, said) = described(of, band, poison)
+    wanted = exact(inputs)
+    saved = torch.ops.mha_ext.attention_forward(*operands, **said)
     library.seed = seed
-    described = Described(inputs.query, key, value, inputs.mask, None, lengths, None, said)
     try:
         found = library.backward(
-            described, inputs.grad_out, inputs.grad_lse, saved, [True] * 3 + [False]
+            kernels, inputs.grad_out, inputs.grad_lse, saved, [True] * 3 + [False]
         )
     except EmulatorError as error:
         return str(error)
@@ -101,31 +111,13 @@ OPTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 )
 
 
-def results(
-    library: Library, of: dict[str, Any], band: dict[str, Any], poison: bool, seed: int
-) -> str:
+def results(library: Library, of: dict[str, Any], band: Band, poison: bool, seed: int) -> str:
     """What is wrong with out, lse and lse_low, or nothing."""
-    options = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 64, "dtype": torch.bfloat16}
-    inputs = make(Problem(**(options | of)))
-    if band:
-        inputs.options |= {
-            "causal": "upper_left" if band.get("right") == 0 else False,
-            "window": (band.get("left"), band.get("right")),
-        }
+    inputs, kernels, _ = described(of, band, poison)
     wanted = exact(inputs)
-    scale = inputs.options.get("scale") or inputs.query.shape[-1] ** -0.5
-    said: dict[str, Any] = {"scale": scale, "origin": (0, 0, 0, 0), "corner": "upper_left"}
-    said |= {"dropout_p": inputs.options["dropout_p"]}
-    said |= {f"window_{side}": size for side, size in band.items()}
-    key, value = inputs.key.clone(), inputs.value.clone()
-    if poison:
-        seen = inputs.seen().any(2).any(1)  # [batch, key]
-        for b in range(key.shape[0]):
-            key[b, :, ~seen[b]], value[b, :, ~seen[b]] = torch.nan, torch.inf
     library.seed = seed
-    operands = (inputs.query, key, value, inputs.mask, inputs.bias, inputs.key_lengths, inputs.seed)
     try:
-        out, lse, lse_low = library.forward(Described(*operands, said))
+        out, lse, lse_low = library.forward(kernels)
     except EmulatorError as error:
         return str(error)
     if not torch.allclose(out.double(), wanted["out"].double(), rtol=0.02, atol=0.02):
@@ -174,7 +166,7 @@ def test_schedules_give_the_same_bits(hopper: Library) -> None:
         assert all(torch.equal(x, y) for x, y in zip(first[:3], found[:3], strict=True))
 
 
-FILE = "backward_hopper.cuh"
+FILE, TILES = "backward_hopper.cuh", "backward_hopper_tiles.cuh"
 # file, what stands there, what shall stand there, what tells
 MUTATIONS = {
     "a tile left early": (
@@ -200,11 +192,79 @@ MUTATIONS = {
         "which a product of warpgroup|before its wait",
     ),
     "stages": (FILE, "turn.next();\n      at.next();", "at.next();", "deadlock|wrong|no barrier"),
-    "sign of delta": (FILE, "(dp[0][j][e] - delta", "(dp[0][j][e] + delta", "wrong"),
+    "sign of delta": (TILES, "(dp[0][j][e] - delta", "(dp[0][j][e] + delta", "wrong"),
     "hidden": (FILE, "  hide<F>(tile.pairs, tile.s);\n  wait", "  wait", "wrong"),
     "no care": (FILE, "sync_block_or(partial && !finite)", "sync_block_or(partial && !finite && false)", "wrong"),
-    "head of a group": (FILE, "    tile = first;\n    h++;", "    tile = first;", "wrong"),
+    "head of a group": (TILES, "    tile = first;\n    h++;", "    tile = first;", "wrong"),
 }  # fmt: skip
+
+
+FORWARD = """
+#include "forward_hopper.cuh"
+namespace mha_ext::cuda {
+int64_t forward_scratch_bytes(const Attention&) { return 0; }
+const char* forward(const Attention& a, void*, Stream stream) {
+  return run_forward_hopper<HopperForward<BFloat16, 64, true>>(a, stream);
+}
+int64_t backward_scratch_bytes(const Attention&, const AttentionGrad&) { return 0; }
+const char* backward(const Attention&, const AttentionGrad&, void*, Stream) { return "none"; }
+}
+"""
+FORWARD_SOURCES: Mapping[str, str] = {"forward.cu": FORWARD, "rest.cu": REST}
+AHEAD = "forward_hopper.cuh"
+FORWARD_MUTATIONS = {
+    "none": ("tile.cuh", "row * kRowBytes", "kRowBytes * row", "nothing"),
+    "values left early": (
+        AHEAD,
+        "    pin(p[0]);\n    Values::left(before);",
+        "    pin(p[0]);",
+        "deadlock",
+    ),
+    "keys left early": (
+        AHEAD,
+        "    Values::wait_full(before);\n    start_across",
+        "    Keys::left(turn);\n    Values::wait_full(before);\n    start_across",
+        "deadlock",
+    ),
+    "queries not left": (
+        AHEAD,
+        "    if (n + 1 == of.count) F::Queries::left(turns.queries);\n",
+        "",
+        "deadlock",
+    ),
+    "P rounded early": (
+        AHEAD,
+        "    wait_products<0>();\n    pin(rows.out[0]);\n    pin(p[0]);",
+        "    wait_products<1>();\n    pin(rows.out[0]);\n    pin(p[0]);",
+        "wrong|before its wait|which a product",
+    ),
+    "no care": (AHEAD, "ballot(!all_finite<F>(rows))", "false", "wrong"),
+    "lanes that still read": (
+        AHEAD,
+        "    sync_warp();  // its lanes have read the values\n",
+        "",
+        "has read: no barrier",
+    ),
+    "band": (AHEAD, "8 * j + e % 2 >= end[e / 2]", "8 * j + e % 2 > end[e / 2]", "wrong"),
+    "row of a warpgroup": (AHEAD, "(warp_id() / 4 - 1) * 64", "(warp_id() / 4 - 1) * 32", "wrong"),
+}  # fmt: skip
+FORWARD_CASES = (CASES[0], CASES[5], ({"queries": 300, "keys": 400, "heads": 4}, {"right": 0}))
+
+
+@pytest.mark.parametrize("name", FORWARD_MUTATIONS)
+def test_mutations_of_forward(name: str, tmp_path: Path) -> None:
+    *change, sign = FORWARD_MUTATIONS[name]
+    kernels = mutated(tmp_path, *change, FORWARD_SOURCES)
+    library = Library(emulated.build(kernels, ["-O1"]))
+    library.hopper = True
+    found = ""
+    for seed in range(4):
+        for of, band in FORWARD_CASES:
+            found = found or results(library, of, band, seed % 2 == 1, seed)
+    if sign == "nothing":
+        assert not found
+    else:
+        assert any(part in found for part in sign.split("|")) and found, f"caught as {found!r}"
 
 
 def verdict(library: Library) -> str:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import emulated
 import pytest
 import torch
 from torch import Tensor
 
 import mha_ext
 
-
-@pytest.fixture(autouse=True)
-def _on_the_emulator() -> Iterator[None]:
-    with emulated.installed():
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_emulator")
 
 
 def results(*leaves: Tensor) -> list[Tensor]:

@@ -1,0 +1,271 @@
+// Tiles of backward on GPUs of compute capability 9.0: where they lie, who copies them, which pairs
+// are visible, and what becomes of their scores: S -> P, dP -> dS.
+#pragma once
+#include "backward_half.cuh"
+#include "hopper.cuh"
+
+namespace mha_ext::cuda {
+
+template <class S_, int kWidth_, bool kOwnsKeys_>
+struct HopperBackward {
+  using S = S_;
+  static constexpr bool kOwnsKeys = kOwnsKeys_;
+  static constexpr bool kScores = true, kValues = kOwnsKeys;  // dK or dQ; dV
+  static constexpr int kWidth = kWidth_, kPanels = kWidth / 64, kFragments = 1;
+  static constexpr int kConsumers = 2, kThreads = (1 + kConsumers) * kGroup;
+  static constexpr int kRows = 64 * kConsumers;
+  static constexpr int kOthers = kOwnsKeys || kWidth > 64 ? 64 : 128;  // rows of a tile
+  // Whether the owned scores stay in registers: products of 64 columns are short of shared memory.
+  static constexpr bool kHeld = !kOwnsKeys && kWidth > 64;
+  // Of a thread: 65536 in all.
+  static constexpr int kProducerRegisters = kWidth <= 64 ? 56 : 40;
+  static constexpr int kConsumerRegisters = kWidth <= 64 ? 224 : 232;
+  // Whether S and dP of the next tile start with the sums of this one: as registers allow.
+  static constexpr bool kAhead = !kOwnsKeys || kWidth <= 64;
+  static constexpr int kParts = kOthers / 64, kColumns = kOthers / 8, kSteps = kOthers / 16;
+  static constexpr int kStages = kOwnsKeys ? (kWidth <= 64 ? 5 : 3) : 4;
+  static constexpr int kOwnBytes = kRows * 2 * kWidth, kTileBytes = kOthers * 2 * kWidth;
+  static constexpr Address kOwnScores = 0, kOwnValues = kOwnBytes;
+  static constexpr int kStageBytes = 2 * kTileBytes, kNumberBytes = kOwnsKeys ? 1280 : 0;
+  static constexpr Address kNumbers = 2 * kOwnBytes + kStages * kStageBytes;
+  using Tiles = Ring<kStages, kStageBytes, 2 * kOwnBytes, kNumbers + kStages * kNumberBytes>;
+  static constexpr int kSharedBytes = Tiles::kEnd;
+  using At = Turn<kStages>;
+  DEVICE_MEMBER static Address score_tile(const At& at) { return Tiles::tile(at); }
+  DEVICE_MEMBER static Address value_tile(const At& at) { return Tiles::tile(at) + kTileBytes; }
+  // What the queries of a tile have: level and delta, then lse and lse_low, 64 of each; then
+  // whether a level of the first, or of the other 32, is far from zero.
+  DEVICE_MEMBER static Address numbers(const At& at) {
+    return kNumbers + (Address)(at.stage * kNumberBytes);
+  }
+  // 64 of the others, as words of visibility have them.
+  struct Part {
+    using S = S_;
+    static constexpr bool kOwnsKeys = kOwnsKeys_;
+    static constexpr int kFragments = 1, kOthers = 64, kColumns = 8, kSteps = 4;
+  };
+};
+template <int kColumns>
+DEVICE float (&part_of(float (&c)[1][kColumns][4], int part))[1][8][4] {
+  return (float (&)[1][8][4])c[0][8 * part];
+}
+
+// P = 2^(S scale log2 e - level) is exact enough while the level is near zero.
+struct HopperNumbers {
+  float level, delta, lse, low;
+  bool far;
+};
+DEVICE HopperNumbers hopper_numbers(const Attention& a, const AttentionGrad& g, int64_t at) {
+  constexpr float kNear = 128;
+  HopperNumbers to;
+  to.lse = row_level(((const float*)a.lse)[at]);
+  to.low = a.lse_low ? ((const float*)a.lse_low)[at] : 0;
+  to.delta = ((const float*)g.delta)[at];
+  to.far = to.lse != INFINITY && !(fabsf(to.lse) < kNear);
+  to.level = fmaf(to.lse, kLog2E, to.low * kLog2E);
+  return to;
+}
+
+// Where a warp is, in few registers: its own rows, against one of the block's tiles.
+struct HopperPlace {
+  int b, own, h, tile;           // own: in units of 16 rows
+  int first, end, all, all_end;  // tiles of the block, and those that need no look
+  DEVICE_MEMBER void next() {
+    if (++tile < end) return;
+    tile = first;
+    h++;
+  }
+};
+DEVICE HopperPlace first_place(const HalfBlock& of) {
+  return {(int)of.b,    (int)(of.own0 / 16), of.head * of.group, of.block.any,
+          of.block.any, of.block.any_end,    of.seen.all,        of.seen.all_end};
+}
+
+// What one half of the producer copies, scores or values, in few registers.
+struct HopperSource {
+  const char* data;  // from the piece of this thread on
+  int64_t head, row;
+  int bytes;  // of that piece
+};
+template <class S>
+DEVICE HopperSource source_of(const Rows& scores, const Rows& values, int head_dim, int value_dim,
+                              int b, int piece) {
+  const bool first = thread_id() < kGroup / 2;
+  const char* data = (const char*)(first ? scores.data : values.data);
+  const int64_t batch = first ? scores.batch : values.batch;
+  const int bytes = (first ? head_dim : value_dim) * 2 - piece * 16;
+  return {data + b * batch * 2 + (bytes > 0 ? piece * 16 : 0),
+          (first ? scores.head : values.head) * 2, (first ? scores.row : values.row) * 2,
+          (int)max_of(0, min_of(16, bytes))};
+}
+// kRows rows into panels; zero beyond `rows` and the width.
+template <int kRows, int kPanels>
+DEVICE void copy_tile(Address to, const HopperSource& from, int64_t head, int64_t begin, int rows) {
+  constexpr int kPieces = 8 * kPanels, kStep = kGroup / 2 / kPieces;
+  static_assert(kStep % 4 == 0 && kRows % kStep == 0);
+  int r = thread_id() % (kGroup / 2) / kPieces;
+  const char* source = from.data + head * from.head + (begin + r) * from.row;
+  to += paneled<kRows>(r, thread_id() % kPieces);
+#pragma unroll 2
+  for (int i = 0; i < kRows / kStep; i++) {
+    // A row that does not exist is not read, but its address must be one.
+    copy_async<16>(to, r < rows ? source : from.data, r < rows ? from.bytes : 0);
+    r += kStep;
+    source += kStep * from.row;
+    to = (to + kStep * kPanelBytes) ^ (kStep % 8 ? 64 : 0);  // the place of the piece in that row
+  }
+}
+
+// The producer's side: what the block owns, then one tile after the other.
+template <class F>
+DEVICE void produce_others(const Attention& a, const AttentionGrad& g, HopperPlace at, int count,
+                           typename F::At& turn) {
+  using S = typename F::S;
+  using Tiles = typename F::Tiles;
+  constexpr bool kKeys = F::kOwnsKeys;
+  const int thread = thread_id(), piece = thread % (8 * F::kPanels);
+  const bool first = thread < kGroup / 2;
+  {
+    const HopperSource own = source_of<S>(kKeys ? a.key : a.query, kKeys ? a.value : g.grad_out,
+                                          (int)a.head_dim, (int)a.value_dim, at.b, piece);
+    const int64_t own0 = (int64_t)at.own * 16;
+    copy_tile<F::kRows, F::kPanels>(first ? F::kOwnScores : F::kOwnValues, own,
+                                    kKeys ? kv_head(a, at.h) : at.h, own0,
+                                    (int)min_of(F::kRows, (kKeys ? a.keys : a.queries) - own0));
+  }
+  const HopperSource others = source_of<S>(kKeys ? a.query : a.key, kKeys ? g.grad_out : a.value,
+                                           (int)a.head_dim, (int)a.value_dim, at.b, piece);
+  typename F::At before = turn;
+#pragma unroll 1
+  for (int n = 0; n < count; n++, at.next()) {
+    const int64_t other0 = (int64_t)at.tile * F::kOthers;
+    const int rows = (int)min_of(F::kOthers, (kKeys ? a.queries : a.keys) - other0);
+    Tiles::wait_free(turn);
+    copy_tile<F::kOthers, F::kPanels>(first ? F::score_tile(turn) : F::value_tile(turn), others,
+                                      kKeys ? at.h : kv_head(a, at.h), other0, rows);
+    copy_commit();
+    if (n > 0) {
+      copy_wait<1>();
+      Tiles::filled(before);
+    }
+    if constexpr (kKeys)
+      if (thread < 64) {
+        HopperNumbers numbers = {INFINITY, 0, INFINITY, 0, false};
+        if (thread < rows)
+          numbers = hopper_numbers(a, g, (at.b * a.heads + at.h) * a.queries + other0 + thread);
+        const Address to = F::numbers(turn) + (Address)(4 * thread);
+        store_shared(to, numbers.level);
+        store_shared(to + 256, numbers.delta);
+        store_shared(to + 512, numbers.lse);
+        store_shared(to + 768, numbers.low);
+        const uint32_t far = ballot(numbers.far);
+        if (lane_id() == 0) store_shared(F::numbers(turn) + 1024 + (Address)(4 * warp_id()), far);
+      }
+    before = turn;
+    turn.next();
+  }
+  copy_wait<0>();
+  Tiles::filled(before);
+}
+
+// What a consumer has of a tile beside S and dP: which pairs are visible, and whether not all are.
+template <class F>
+struct HopperPairs {
+  uint32_t visible[F::kParts];
+  bool partial;
+};
+template <class F>
+DEVICE void hopper_visible(const Attention& a, const HopperPlace& at, HopperPairs<F>& pairs) {
+  using Part = typename F::Part;
+  pairs.partial = a.mask.data || at.tile < at.all || at.tile >= at.all_end;
+#pragma unroll
+  for (int part = 0; part < F::kParts; part++) {
+    uint32_t bits[1] = {~0u};
+    if (pairs.partial) {
+      const int64_t own0 = (int64_t)at.own * 16, other0 = (int64_t)at.tile * F::kOthers + 64 * part;
+      if constexpr (F::kOwnsKeys) {
+        const int rows = (int)min_of(64, a.queries - other0);
+        fragment_bits_across<Part>(visible_words_across<Part>(a, at.b, at.h, other0, rows, own0),
+                                   bits);
+      } else {
+        const int rows = (int)max_of(0, min_of(16, a.queries - own0));
+        fragment_bits<Part>(visible_word(a, at.b, at.h, own0, rows, other0, 64), bits);
+      }
+    }
+    pairs.visible[part] = bits[0];
+  }
+}
+template <class F>
+DEVICE void hide(const HopperPairs<F>& pairs, float (&c)[1][F::kColumns][4]) {
+  if (!pairs.partial) return;
+#pragma unroll
+  for (int part = 0; part < F::kParts; part++) {
+    const uint32_t bits[1] = {pairs.visible[part]};
+    select_tile<typename F::Part>(bits, 0, part_of(c, part));
+  }
+}
+
+// S -> P of one tile.
+template <class F>
+DEVICE void hopper_powers(const Attention& a, const typename F::At& turn,
+                          const HopperNumbers (&own)[2], float (&s)[1][F::kColumns][4]) {
+  const float scale = (float)a.scale;
+  const Address first = F::numbers(turn) + 8 * (Address)(lane_id() % 4);
+  bool far = false;
+  if constexpr (F::kOwnsKeys)
+    far = load_shared<uint64_t>(F::numbers(turn) + 1024) != 0;
+  else
+    far = ballot(own[0].far || own[1].far) != 0;
+  if (far) {  // S - lse comes first
+#pragma unroll
+    for (int j = 0; j < F::kColumns; j++) {
+      TwoNumbers lse, low;
+      if constexpr (F::kOwnsKeys) {
+        lse = load_shared<TwoNumbers>(first + (Address)(32 * j) + 512);
+        low = load_shared<TwoNumbers>(first + (Address)(32 * j) + 768);
+      } else {
+        lse = {{own[0].lse, own[1].lse}};
+        low = {{own[0].low, own[1].low}};
+      }
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int i = F::kOwnsKeys ? e % 2 : e / 2;
+        s[0][j][e] = exp2_approximate((fmaf(s[0][j][e], scale, -lse.at[i]) - low.at[i]) * kLog2E);
+      }
+    }
+    return;
+  }
+  const float factor = scale * kLog2E;
+#pragma unroll
+  for (int j = 0; j < F::kColumns; j++) {
+    TwoNumbers level;
+    if constexpr (F::kOwnsKeys)
+      level = load_shared<TwoNumbers>(first + (Address)(32 * j));
+    else
+      level = {{own[0].level, own[1].level}};
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+      s[0][j][e] =
+          exp2_approximate(fmaf(s[0][j][e], factor, -level.at[F::kOwnsKeys ? e % 2 : e / 2]));
+  }
+}
+// dP -> dS.
+template <class F>
+DEVICE void hopper_differences(const typename F::At& turn, const HopperNumbers (&own)[2],
+                               const float (&p)[1][F::kColumns][4],
+                               float (&dp)[1][F::kColumns][4]) {
+  const Address first = F::numbers(turn) + 256 + 8 * (Address)(lane_id() % 4);
+#pragma unroll
+  for (int j = 0; j < F::kColumns; j++) {
+    TwoNumbers delta;
+    if constexpr (F::kOwnsKeys)
+      delta = load_shared<TwoNumbers>(first + (Address)(32 * j));
+    else
+      delta = {{own[0].delta, own[1].delta}};
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+      dp[0][j][e] = p[0][j][e] * (dp[0][j][e] - delta.at[F::kOwnsKeys ? e % 2 : e / 2]);
+  }
+}
+
+}  // namespace mha_ext::cuda
