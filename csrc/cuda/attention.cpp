@@ -242,7 +242,8 @@ Tensor row_runs(at::IntArrayRef rows, const Tensor& query) {
   return on_device(runs, query).view({-1, 3});
 }
 
-// lse as it is given, or of a forward without value: Dv = 0.
+// lse as it is given, or of a forward without value: Dv = 0. The latter has the scores that weights
+// have (kSplitWidth), so that in float32 what is given by a forward with values saves no pass.
 struct Levels {
   Tensor high;
   OptionalTensor low;
@@ -251,7 +252,8 @@ Levels levels_of(const Tensor& query, const Tensor& key, const OptionalTensor& l
                  const OptionalTensor& lse_low, const OptionalTensor& mask,
                  const OptionalTensor& bias, const OptionalTensor& key_lengths,
                  const Options& options) {
-  if (lse) return {*lse, lse_low};
+  const bool fits = query.scalar_type() != at::kFloat || query.size(-1) > kSplitWidth;
+  if (lse && fits) return {*lse, lse_low};
   const auto [out, high, low] = attention_forward(
       query, key, key.narrow(-1, 0, 0), mask, bias, key_lengths, /*seed=*/std::nullopt,
       options.corner, options.window_left, options.window_right, /*dropout_p=*/0.0, options.scale,
