@@ -44,7 +44,7 @@ HOST_DEVICE KeyParts key_parts(const Attention& a) {
 inline bool hopper_takes(const Attention& a) {
   constexpr int64_t kOneFragment = 64;
   return !a.bias.data && a.queries > kOneFragment && key_parts(a).count == 1 &&
-         max_of(a.head_dim, a.value_dim) <= 128 && in_pieces(a.query) && in_pieces(a.key) &&
+         max_of(a.head_dim, a.value_dim) <= 256 && in_pieces(a.query) && in_pieces(a.key) &&
          in_pieces(a.value) && on_hopper();
 }
 

@@ -14,21 +14,26 @@ struct HopperForward {
   static constexpr bool kOwnsKeys = false;
   static constexpr bool kPlain = kPlain_;  // no mask or dropout, and scale > 0
   static constexpr int kWidth = kWidth_;   // D and Dv are at most this
-  static constexpr int kKeys = 128, kWords = kKeys / 64;
+  static constexpr int kKeys = kWidth <= 128 ? 128 : 64, kWords = kKeys / 64;
   static constexpr int kFragments = 1, kColumns = kKeys / 8, kSteps = kKeys / 16;
-  static constexpr int kConsumers = 2;
+  static constexpr int kConsumers = kWidth <= 64 && kPlain ? 3 : 2;
   static constexpr int kThreads = (1 + kConsumers) * kGroup;
   // Of a thread: 65536 in all.
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40,
+                       kConsumerRegisters = kConsumers == 3 ? 160 : 232;
   // Whether registers have room for P V of a tile while S of the next becomes P.
-  static constexpr bool kAhead = kPlain || kWidth <= 64;
+  static constexpr bool kAhead = (kPlain && kWidth > 64) || (!kPlain && kWidth <= 64);
   static constexpr int kRows = 64 * kConsumers, kPanels = kWidth / 64,
-                       kStages = kWidth <= 64 ? 3 : 2;
+                       kStages = kWidth <= 64    ? 4
+                                 : kWidth <= 128 ? 3
+                                                 : 2;
+  // Tiles that are on their way while the producer asks for the next.
+  static constexpr int kLate = kStages > 2;
   static constexpr int kTileBytes = kKeys * 2 * kWidth, kQueryBytes = kRows * 2 * kWidth;
   static constexpr Address kFirst = kQueryBytes, kBarriers = kFirst + 2 * kStages * kTileBytes;
-  using Keys = Ring<kStages, kTileBytes, kFirst, kBarriers>;
-  using Values = Ring<kStages, kTileBytes, kFirst + kStages * kTileBytes, Keys::kEnd>;
-  using Queries = Ring<1, kQueryBytes, 0, Values::kEnd>;
+  using Keys = Ring<kStages, kTileBytes, kFirst, kBarriers, kCopyThreads>;
+  using Values = Ring<kStages, kTileBytes, kFirst + kStages * kTileBytes, Keys::kEnd, kCopyThreads>;
+  using Queries = Ring<1, kQueryBytes, 0, Values::kEnd, kCopyThreads>;
   // A number for each of so many blocks of queries and each warp: what is to be done again.
   static constexpr Address kAgain = Queries::kEnd;
   static constexpr int kRemembered = 64, kSharedBytes = kAgain + kThreads / kWarp * kRemembered * 2;
@@ -51,14 +56,56 @@ struct HopperBlock {
   Place place;
   int first, count;  // tiles of keys
 };
+// Which blocks of queries a block of threads takes, round by round. Under a causal mask later
+// queries see more keys, and work is to be even: first come pairs, of a head's first and last,
+// which cost the same; then, for the last rounds, single ones by what they cost, where the last one
+// of a round is the first of the next. The heads of both are few enough for the L2 cache.
+struct HopperOrder {
+  uint32_t tiles, rows;  // blocks of queries of a head; heads
+  uint32_t paired, pair_rounds, rounds, group;
+  // False: nothing in this round.
+  DEVICE_MEMBER bool take(uint32_t round, uint32_t& row, uint32_t& tile) const {
+    const uint32_t each = gridDim.x, mine = blockIdx.x;
+    if (round < pair_rounds) {
+      const uint32_t pairs = (tiles + 1) / 2, at = round / 2 * each + mine, first = at % pairs;
+      row = at / pairs;
+      tile = round % 2 ? first : tiles - 1 - first;
+      return row < paired && (round % 2 == 0 || tile != tiles - 1 - first);
+    }
+    round -= pair_rounds;
+    const uint32_t left = rows - paired, at = round * each + (round % 2 ? each - 1 - mine : mine);
+    if (at >= tiles * left) return false;
+    const uint32_t before = at / (group * tiles) * group;
+    const uint32_t heads = (uint32_t)min_of(group, left - before), in_group = at - before * tiles;
+    tile = tiles - 1 - in_group / heads;
+    row = paired + before + in_group % heads;
+    return true;
+  }
+};
 template <class F>
-DEVICE HopperBlock hopper_block(const Attention& a, int64_t at) {
-  const int64_t tiles = ceil_div(a.queries, F::kRows);
+HopperOrder hopper_order(const Attention& a, int64_t each) {
+  constexpr int64_t kCached = 16 << 20;  // bytes
+  const int64_t tiles = ceil_div(a.queries, F::kRows), rows = a.batch * a.heads;
+  const int64_t pairs = (tiles + 1) / 2;
+  int64_t paired = 0, pair_rounds = 0, group = rows;
+  if (a.band.right_bounded && !a.band.left_bounded) {
+    pair_rounds = max_of(0, rows * pairs / each - 1);
+    paired = pair_rounds * each / pairs;
+  } else {
+    const int64_t bytes = max_of(1, a.keys * (a.head_dim + a.value_dim) * 2);
+    group = max_of(1, kCached / bytes) * (a.heads / a.kv_heads);
+  }
+  const int64_t rounds = 2 * pair_rounds + ceil_div((rows - paired) * tiles, each);
+  return {(uint32_t)tiles,  (uint32_t)rows,
+          (uint32_t)paired, (uint32_t)(2 * pair_rounds),
+          (uint32_t)rounds, (uint32_t)min_of(group, rows)};
+}
+template <class F>
+DEVICE HopperBlock hopper_block(const Attention& a, uint32_t row, uint32_t tile) {
+  const uint32_t b = row / (uint32_t)a.heads, h = row - b * (uint32_t)a.heads;
   HopperBlock of;
-  of.row = at / tiles;
-  const int64_t b = of.row / a.heads, h = of.row % a.heads;
-  // Later queries come first, since under a causal mask they see more keys.
-  of.place = {b, h, kv_head(a, h), (tiles - 1 - at % tiles) * F::kRows, 0};
+  of.row = row;
+  of.place = {b, h, kv_head(a, h), (int64_t)tile * F::kRows, 0};
   const int64_t rows = min_of(F::kRows, a.queries - of.place.q0);
   const SeenTiles seen = seen_tiles<F::kKeys>(a, b, of.place.q0, rows);
   of.first = seen.any;
@@ -73,49 +120,49 @@ struct Turns {
   Turn<F::kStages> tiles;
 };
 
-// The producer's side: the queries, then keys and values of one tile after the other. Keys are
-// waited for before the place of values is: it becomes free an iteration later.
-template <class F>
-DEVICE void produce_tiles(const Attention& a, const HopperBlock& of, Turns<F>& turns) {
-  using S = typename F::S;
-  using Keys = typename F::Keys;
-  using Values = typename F::Values;
-  if (of.count == 0) return;
-  const int thread = thread_id();
-  const Place& place = of.place;
-  const HeadRows keys = head_rows<S>(a.key, place.b, place.kv);
-  const HeadRows values = head_rows<S>(a.value, place.b, place.kv);
-  F::Queries::wait_free(turns.queries);
-  copy_panels<F::kRows, F::kPanels>(0, head_rows<S>(a.query, place.b, place.h), place.q0,
-                                    (int)min_of(F::kRows, a.queries - place.q0),
-                                    (int)a.head_dim * 2, thread);
-  Turn<F::kStages>& turn = turns.tiles;
+// One half of the producer's side: keys or values of one tile after the other, `width` columns.
+template <class F, class Tiles>
+DEVICE void produce_rows(const Attention& a, const HopperBlock& of, const Rows& rows, int64_t width,
+                         Turn<F::kStages>& turn) {
+  const int64_t k0 = (int64_t)of.first * F::kKeys;
+  PanelRows from = panel_rows<typename F::S>(rows, of.place.b, of.place.kv, k0, width);
+  int left = (int)(a.keys - k0);
   Turn<F::kStages> before = turn;
 #pragma unroll 1
-  for (int n = 0; n < of.count; n++) {
-    const int64_t k0 = (int64_t)(of.first + n) * F::kKeys;
-    const int count = (int)min_of(F::kKeys, a.keys - k0);
-    Keys::wait_free(turn);
-    copy_panels<F::kKeys, F::kPanels>(Keys::tile(turn), keys, k0, count, (int)a.head_dim * 2,
-                                      thread);
+  for (int n = 0; n < of.count; n++, left -= F::kKeys, from.at += F::kKeys * from.stride) {
+    Tiles::wait_free(turn);
+    copy_panels<F::kKeys, F::kPanels>(Tiles::tile(turn), from, left);
     copy_commit();
-    if (n > 0) {
-      copy_wait<1>();
-      Values::filled(before);
+    if (n >= F::kLate) {
+      copy_wait<F::kLate>();
+      Tiles::filled(before);
+      before.next();
     }
-    copy_wait<0>();
-    if (n == 0) F::Queries::filled(turns.queries);
-    Keys::filled(turn);
-    Values::wait_free(turn);
-    copy_panels<F::kKeys, F::kPanels>(Values::tile(turn), values, k0, count, (int)a.value_dim * 2,
-                                      thread);
-    copy_commit();
-    before = turn;
     turn.next();
   }
+  if constexpr (F::kLate > 0) {
+    copy_wait<0>();
+    Tiles::filled(before);
+  }
+}
+// The keys come on their own: those of the next block of queries, too.
+template <class F>
+DEVICE void produce_tiles(const Attention& a, const HopperBlock& of, Turns<F>& turns) {
+  if (of.count == 0) return;
+  const Place& place = of.place;
+  if (thread_id() < kCopyThreads) {
+    produce_rows<F, typename F::Keys>(a, of, a.key, a.head_dim, turns.tiles);
+    return;
+  }
+  F::Queries::wait_free(turns.queries);
+  copy_panels<F::kRows, F::kPanels>(
+      0, panel_rows<typename F::S>(a.query, place.b, place.h, place.q0, a.head_dim),
+      (int)min_of(F::kRows, a.queries - place.q0));
+  copy_commit();
   copy_wait<0>();
-  Values::filled(before);
+  F::Queries::filled(turns.queries);
   turns.queries.next();
+  produce_rows<F, typename F::Values>(a, of, a.value, a.value_dim, turns.tiles);
 }
 
 // What a consumer has of a tile beside S: which pairs are visible, and whether not all are.
@@ -199,7 +246,7 @@ DEVICE Rise<F> hopper_softmax(const Attention& a, const HopperBlock& of, const S
 // Starts S of a tile that is there.
 template <class F>
 DEVICE void start_scores(const Turn<F::kStages>& turn, float (&s)[1][F::kColumns][4]) {
-  const int row = (warp_id() / 4 - 1) * 64;
+  const int row = (group_id() - 1) * 64;
   start_rows<typename F::S, F::kRows, F::kKeys, F::kWidth>(0, row, F::Keys::tile(turn), s[0]);
 }
 // S of the tile that comes next, with nothing else under way.
@@ -212,10 +259,22 @@ DEVICE void wait_scores(const Turn<F::kStages>& turn, float (&s)[1][F::kColumns]
   F::Keys::left(turn);
 }
 
-// All tiles of one consumer; whether any was only partly visible.
+// Leaves tiles that none of a consumer's queries sees.
+template <class F>
+DEVICE void pass_tiles(Turns<F>& turns, int count) {
+#pragma unroll 1
+  for (; count > 0; count--, turns.tiles.next()) {
+    F::Keys::wait_full(turns.tiles);
+    F::Values::wait_full(turns.tiles);
+    sync_warp();  // all of its lanes have seen them
+    F::Keys::left(turns.tiles);
+    F::Values::left(turns.tiles);
+  }
+}
+// The tiles [first, first + count) of one consumer; whether any was only partly visible.
 template <class F>
 DEVICE bool consume_tiles(const Attention& a, const HopperBlock& of, const SeenTiles& seen,
-                          int64_t i0, Turns<F>& turns, RowState<F>& rows) {
+                          int64_t i0, int first, int count, Turns<F>& turns, RowState<F>& rows) {
   using S = typename F::S;
   using Keys = typename F::Keys;
   using Values = typename F::Values;
@@ -226,17 +285,15 @@ DEVICE bool consume_tiles(const Attention& a, const HopperBlock& of, const SeenT
   bool partial = false;
   clear_fragments(s);
 
-  F::Queries::wait_full(turns.queries);
   wait_scores<F>(turn, s);
-  if (of.count == 1) F::Queries::left(turns.queries);
-  hopper_softmax<F, false>(a, of, seen, i0, of.first, s, rows,
-                           pairs);  // nothing is there to rescale
+  if (count == 1) F::Queries::left(turns.queries);
+  hopper_softmax<F, false>(a, of, seen, i0, first, s, rows, pairs);  // nothing is there to rescale
   partial |= pairs.partial;
   round_fragments<S>(s, p);
   Turn<F::kStages> before = turn;
   turn.next();
 #pragma unroll 1
-  for (int n = 1; n < of.count; n++) {
+  for (int n = 1; n < count; n++) {
     Keys::wait_full(turn);
     start_scores<F>(turn, s);
     Values::wait_full(before);
@@ -245,8 +302,8 @@ DEVICE bool consume_tiles(const Attention& a, const HopperBlock& of, const SeenT
     pin(s[0]);
     if constexpr (!F::kAhead) pin(rows.out[0]);
     Keys::left(turn);
-    if (n + 1 == of.count) F::Queries::left(turns.queries);
-    const Rise<F> rise = hopper_softmax<F, false>(a, of, seen, i0, of.first + n, s, rows, pairs);
+    if (n + 1 == count) F::Queries::left(turns.queries);
+    const Rise<F> rise = hopper_softmax<F, false>(a, of, seen, i0, first + n, s, rows, pairs);
     partial |= pairs.partial;
     if constexpr (F::kAhead)
       settle(rows.l[0][0] + rows.l[0][1]);  // the exponentials come before the wait
@@ -264,6 +321,26 @@ DEVICE bool consume_tiles(const Attention& a, const HopperBlock& of, const SeenT
   wait_products<0>();
   pin(rows.out[0]);
   Values::left(before);
+  return partial;
+}
+// All tiles of a block: those that none of this consumer's queries sees cost it nothing.
+template <class F>
+DEVICE bool consume_block(const Attention& a, const HopperBlock& of, const SeenTiles& seen,
+                          int64_t i0, Turns<F>& turns, RowState<F>& rows) {
+  if (of.count == 0) return false;
+  const int64_t own0 = of.place.q0 + (group_id() - 1) * 64;
+  const SeenTiles own = seen_tiles<F::kKeys>(a, of.place.b, own0, min_of(64, a.queries - own0));
+  const int count = (int)max_of(0, own.any_end - own.any);
+  const int before = count > 0 ? own.any - of.first : 0;
+  F::Queries::wait_full(turns.queries);
+  sync_warp();
+  pass_tiles<F>(turns, before);
+  bool partial = false;
+  if (count > 0)
+    partial = consume_tiles<F>(a, of, seen, i0, own.any, count, turns, rows);
+  else
+    F::Queries::left(turns.queries);
+  pass_tiles<F>(turns, of.count - before - count);
   turns.queries.next();
   return partial;
 }
@@ -316,11 +393,11 @@ DEVICE bool all_finite(const RowState<F>& rows) {
   return zero == 0;
 }
 
-// Every block of threads takes every gridDim.x-th block of queries, so that the next ones arrive
-// while the last ones are stored.
+// A block of threads takes one block of queries after the other: the next ones arrive while the
+// last ones are stored.
 template <class F>
 __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
-    forward_hopper_kernel(const GRID_CONSTANT Attention a, int64_t blocks) {
+    forward_hopper_kernel(const GRID_CONSTANT Attention a, const HopperOrder order) {
 #ifdef MHA_EXT_HOPPER_CODE
   if (thread_id() == 0) {
     F::Keys::init(4 * F::kConsumers);
@@ -330,54 +407,53 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   for (int i = thread_id(); i < F::kThreads / kWarp * F::kRemembered; i += F::kThreads)
     store_shared<uint16_t>(F::kAgain + 2 * i, 0);
   sync_block();
-  const auto again = [](int warp, int turn) {
-    return F::kAgain + 2 * (Address)(warp * F::kRemembered + turn % F::kRemembered);
+  const auto again = [](int warp, uint32_t round) {
+    return F::kAgain + 2 * (warp * F::kRemembered + round % F::kRemembered);
   };
   // What a hidden pair may have spoilt is done again, with care; that costs nothing where all is
   // well.
-  const auto needs_care = [&](int turn) {
+  const auto needs_care = [&](uint32_t round) {
     bool found = false;
     for (int warp = 4; warp < F::kThreads / kWarp; warp++)
-      found |= load_shared<uint16_t>(again(warp, turn)) != 0;
+      found |= load_shared<uint16_t>(again(warp, round)) != 0;
     return found;
   };
   Turns<F> turns;
-  if (warp_id() < 4) {
+  uint32_t row, tile;
+  if (group_id() == 0) {
     give_registers<F::kProducerRegisters>();
 #pragma unroll 1
-    for (int64_t at = blockIdx.x; at < blocks; at += gridDim.x)
-      produce_tiles<F>(a, hopper_block<F>(a, at), turns);
+    for (uint32_t round = 0; round < order.rounds; round++)
+      if (order.take(round, row, tile)) produce_tiles<F>(a, hopper_block<F>(a, row, tile), turns);
     if (!sync_block_or(false)) return;
-    int turn = 0;
 #pragma unroll 1
-    for (int64_t at = blockIdx.x; at < blocks; at += gridDim.x)
-      if (needs_care(turn++)) produce_tiles<F>(a, hopper_block<F>(a, at), turns);
+    for (uint32_t round = 0; round < order.rounds; round++)
+      if (order.take(round, row, tile) && needs_care(round))
+        produce_tiles<F>(a, hopper_block<F>(a, row, tile), turns);
     return;
   }
   take_registers<F::kConsumerRegisters>();
   RowState<F> rows;
   bool spoilt = false;
-  int turn = 0;
 #pragma unroll 1
-  for (int64_t at = blockIdx.x; at < blocks; at += gridDim.x, turn++) {
-    const HopperBlock of = hopper_block<F>(a, at);
+  for (uint32_t round = 0; round < order.rounds; round++) {
+    if (!order.take(round, row, tile)) continue;
+    const HopperBlock of = hopper_block<F>(a, row, tile);
     const int64_t i0 = of.place.q0 + (warp_id() - 4) * 16;
     const SeenTiles seen = seen_tiles<F::kKeys>(a, of.place.b, i0, min_of(16, a.queries - i0));
     clear_rows<F>(rows);
-    if (of.count > 0 && consume_tiles<F>(a, of, seen, i0, turns, rows) &&
-        ballot(!all_finite<F>(rows))) {
+    if (consume_block<F>(a, of, seen, i0, turns, rows) && ballot(!all_finite<F>(rows))) {
       spoilt = true;
-      if (lane_id() == 0) store_shared<uint16_t>(again(warp_id(), turn), 1);
+      if (lane_id() == 0) store_shared<uint16_t>(again(warp_id(), round), 1);
     }
     add_lanes<F>(rows);
     store_rows<F>(a, of.place, of.row, i0, rows);
   }
   if (!sync_block_or(spoilt)) return;
-  turn = 0;
 #pragma unroll 1
-  for (int64_t at = blockIdx.x; at < blocks; at += gridDim.x) {
-    if (!needs_care(turn++)) continue;
-    const HopperBlock of = hopper_block<F>(a, at);
+  for (uint32_t round = 0; round < order.rounds; round++) {
+    if (!order.take(round, row, tile) || !needs_care(round)) continue;
+    const HopperBlock of = hopper_block<F>(a, row, tile);
     if (of.count == 0) continue;
     const int64_t i0 = of.place.q0 + (warp_id() - 4) * 16;
     const SeenTiles seen = seen_tiles<F::kKeys>(a, of.place.b, i0, min_of(16, a.queries - i0));
@@ -392,8 +468,10 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
 template <class F>
 const char* run_forward_hopper(const Attention& a, Stream stream) {
   const int64_t blocks = ceil_div(a.queries, F::kRows) * a.batch * a.heads;
-  return launch(forward_hopper_kernel<F>, {min_of(blocks, processors()), 1}, F::kThreads,
-                F::kSharedBytes, stream, a, blocks);
+  const int64_t each = min_of(blocks, processors());
+  if (each == 0) return nullptr;
+  return launch(forward_hopper_kernel<F>, {each, 1}, F::kThreads, F::kSharedBytes, stream, a,
+                hopper_order<F>(a, each));
 }
 template <class S, int kWidth>
 const char* by_options(const Attention& a, Stream stream) {
@@ -404,7 +482,8 @@ const char* by_options(const Attention& a, Stream stream) {
 template <class S>
 const char* forward_hopper(const Attention& a, Stream stream) {
   if (max_of(a.head_dim, a.value_dim) <= 64) return by_options<S, 64>(a, stream);
-  return by_options<S, 128>(a, stream);
+  if (max_of(a.head_dim, a.value_dim) <= 128) return by_options<S, 128>(a, stream);
+  return by_options<S, 256>(a, stream);
 }
 
 }  // namespace mha_ext::cuda

@@ -11,31 +11,47 @@
 
 namespace mha_ext::cuda {
 
-// For one warpgroup of which this is `thread`: kRows rows of up to 64 kPanels columns, `bytes`
-// bytes each, into panels; zero beyond `rows` and `bytes`. Addresses and strides are multiples of
-// 16 bytes.
+// Number of the warpgroup, and known to be the same in all lanes: branches that depend on it alone
+// leave the compiler its uniform registers, which products take their operands from.
+DEVICE int group_id() { return shuffle(warp_id() / 4, 0); }
+
+// What half a warpgroup copies: the piece of 16 bytes that this thread has of every eighth row of a
+// head, in few registers. Addresses and strides are multiples of 16 bytes.
+constexpr int kCopyThreads = kGroup / 2, kPieces = 8, kCopyRows = kCopyThreads / kPieces;
+struct PanelRows {
+  const char *at, *any;  // of the first row; what can be read in place of a row that does not exist
+  int64_t stride;
+  int bytes;  // from this piece on
+};
+DEVICE int copied_row() { return thread_id() % kCopyThreads / kPieces; }
+template <class S>
+DEVICE PanelRows panel_rows(const Rows& rows, int64_t b, int64_t h, int64_t begin, int64_t width) {
+  const HeadRows from = head_rows<S>(rows, b, h);
+  const int piece = thread_id() % kPieces, bytes = (int)width * 2 - piece * 16;
+  return {from.first + (begin + copied_row()) * from.stride + (bytes > 0 ? piece * 16 : 0),
+          (const char*)rows.data, from.stride, bytes};
+}
+// kRows rows of up to 64 kPanels columns into panels; zero beyond `rows` and their width.
 template <int kRows, int kPanels>
-DEVICE void copy_panels(Address to, const HeadRows& from, int64_t begin, int rows, int bytes,
-                        int thread) {
-  constexpr int kPieces = 8 * kPanels, kStep = kGroup / kPieces;
-  static_assert(kGroup % kPieces == 0 && kRows % kStep == 0 && kStep % 8 == 0);
-  const int p = thread % kPieces, r0 = thread / kPieces;
-  const int valid = (int)max_of(0, min_of(16, bytes - p * 16));
-  const char* source = from.first + (begin + r0) * from.stride + (valid ? p * 16 : 0);
-  const int64_t step = kStep * from.stride;
-  const Address target = to + paneled<kRows>(r0, p);  // eight rows on, pieces stand as here
-  if (rows >= kRows) {
-#pragma unroll
-    for (int i = 0; i < kRows / kStep; i++, source += step)
-      copy_async<16>(target + i * kStep * kPanelBytes, source, valid);
-    return;
-  }
+DEVICE void copy_panels(Address to, const PanelRows& from, int rows) {
+  static_assert(kRows % kCopyRows == 0 &&
+                kCopyRows % 8 == 0);  // eight rows on, pieces stand as here
+  to += paneled<kRows>(copied_row(), thread_id() % kPieces);
 #pragma unroll 1
-  for (int i = 0; i < kRows / kStep; i++, source += step) {
-    const bool exists = r0 + i * kStep < rows;
-    // A row that does not exist is not read, but its address must be one.
-    copy_async<16>(target + i * kStep * kPanelBytes, exists ? source : from.first,
-                   exists ? valid : 0);
+  for (int panel = 0; panel < kPanels; panel++, to += kRows * kPanelBytes) {
+    const int valid = (int)max_of(0, min_of(16, from.bytes - panel * kPanelBytes));
+    const char* source = from.at + (valid ? panel * kPanelBytes : 0);
+    if (rows >= kRows) {
+#pragma unroll 4
+      for (int i = 0; i < kRows; i += kCopyRows, source += kCopyRows * from.stride)
+        copy_async<16>(to + i * kPanelBytes, source, valid);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kRows; i += kCopyRows, source += kCopyRows * from.stride) {
+        const bool exists = copied_row() + i < rows;
+        copy_async<16>(to + i * kPanelBytes, exists ? source : from.any, exists ? valid : 0);
+      }
+    }
   }
 }
 
@@ -53,7 +69,7 @@ struct Turn {
 
 // A ring of kStages tiles in shared memory from `tiles` on, each of kBytes, with its barriers from
 // `barriers` on: the producer fills what the consumers have left.
-template <int kStages, int kBytes, Address kTiles, Address kBarriers>
+template <int kStages, int kBytes, Address kTiles, Address kBarriers, int kProducers = kGroup>
 struct Ring {
   static constexpr Address kEnd = kBarriers + 16 * kStages;
   DEVICE_MEMBER static Address tile(const Turn<kStages>& at) {
@@ -63,7 +79,7 @@ struct Ring {
   DEVICE_MEMBER static Address free(int stage) { return full(stage) + 8; }
   DEVICE_MEMBER static void init(int consumer_warps) {
     for (int stage = 0; stage < kStages; stage++) {
-      barrier_init(full(stage), kGroup);
+      barrier_init(full(stage), kProducers);
       barrier_init(free(stage), consumer_warps);
     }
   }
@@ -96,15 +112,21 @@ DEVICE void start_rows(Address left, int row, Address right, float (&c)[kColumns
     multiply_group<false>(S{}, c, along<kLeftRows>(x, k), along<kRightRows>(y, k), k > 0);
   commit_products();
 }
-// c += x times the kRows rows of `right`.
+// c += x times the kRows rows of `right`, up to 128 columns at once.
 template <class S, int kRows, int kColumns>
 DEVICE void start_across(uint32_t (&x)[kRows / 16][4], Address right, float (&c)[kColumns][4]) {
-  const Operand y = operand(right, kRows * kPanelBytes);
+  constexpr int kAtOnce = kColumns < 16 ? kColumns : 16;
   pin(x);
   pin(c);
   begin_products();
 #pragma unroll
-  for (int k = 0; k < kRows / 16; k++) multiply_group<true>(S{}, c, x[k], across(y, k), true);
+  for (int part = 0; part < kColumns / kAtOnce; part++) {
+    const Operand y =
+        operand(right + part * kAtOnce / 8 * kRows * kPanelBytes, kRows * kPanelBytes);
+    auto& to = (float (&)[kAtOnce][4])c[part * kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kRows / 16; k++) multiply_group<true>(S{}, to, x[k], across(y, k), true);
+  }
   commit_products();
 }
 
