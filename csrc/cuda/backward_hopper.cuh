@@ -119,9 +119,8 @@ DEVICE void round_tile(HopperTile<F>& tile) {
 
 // All tiles of one consumer; whether any was only partly visible.
 template <class F>
-DEVICE bool consume_others(const Attention& a, HopperPlace at, int count,
-                           const HopperNumbers (&own)[2], typename F::At& turn,
-                           HopperSums<F>& sums) {
+DEVICE bool consume_others(const Attention& a, HopperPlace at, const HopperNumbers (&own)[2],
+                           typename F::At& turn, HopperSums<F>& sums) {
   HopperOwn<F> held;
   F::Tiles::wait_full(turn);  // what is owned came with it
   hold<F>(held);
@@ -136,10 +135,9 @@ DEVICE bool consume_others(const Attention& a, HopperPlace at, int count,
     partial |= tile.pairs.partial;
     round_tile<F>(tile);
 #pragma unroll 1
-    for (int n = 1; n < count; n++) {
+    for (at.next<F>(a); !at.done(); at.next<F>(a)) {
       const typename F::At before = turn;
       turn.next();
-      at.next();
       hopper_visible<F>(a, at, tile.pairs);
       // Products start together: what they add to is not touched before all of them are done.
       pin_sums<F>(tile, sums);
@@ -160,7 +158,7 @@ DEVICE bool consume_others(const Attention& a, HopperPlace at, int count,
     turn.next();
   } else {
 #pragma unroll 1
-    for (; count > 0; count--, turn.next(), at.next()) {
+    for (; !at.done(); turn.next(), at.next<F>(a)) {
       hopper_visible<F>(a, at, tile.pairs);
       partial |= tile.pairs.partial;
       start_tile<F, F::kHeld>(turn, held, tile);
@@ -195,14 +193,13 @@ DEVICE void add_with_care(const uint32_t (&x)[1][F::kSteps][4], const HopperPair
     }
 }
 template <class F>
-DEVICE void consume_with_care(const Attention& a, HopperPlace at, int count,
-                              const HopperNumbers (&own)[2], typename F::At& turn,
-                              HopperSums<F>& sums) {
+DEVICE void consume_with_care(const Attention& a, HopperPlace at, const HopperNumbers (&own)[2],
+                              typename F::At& turn, HopperSums<F>& sums) {
   HopperTile<F> tile;
   clear_fragments(tile.s);
   clear_fragments(tile.dp);
 #pragma unroll 1
-  for (int n = 0; n < count; n++, turn.next(), at.next()) {
+  for (; !at.done(); turn.next(), at.next<F>(a)) {
     hopper_visible<F>(a, at, tile.pairs);
     start_tile<F, false>(turn, {}, tile);
     wait_products<0>();
@@ -246,16 +243,16 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   // The producer has all rows of the block.
   const bool produces = warp_id() < 4;
   const HalfBlock of = half_block<F>(a, row, produces ? 0 : warp_id() * 16 - 64);
-  const HopperPlace at = first_place(of);
-  const int count = of.count();
   if (thread_id() == 0) F::Tiles::init(4 * F::kConsumers);
+  if (a.mask.data) mark_tiles<F>(a, of);
   sync_block();
+  const HopperPlace at = first_place<F>(a, of);
   typename F::At turn;
   if (produces) {
     give_registers<F::kProducerRegisters>();
-    if (count == 0) return;
-    produce_others<F>(a, g, at, count, turn);
-    if (sync_block_or(false)) produce_others<F>(a, g, at, count, turn);
+    if (at.done()) return;
+    produce_others<F>(a, g, at, turn);
+    if (sync_block_or(false)) produce_others<F>(a, g, at, turn);
     return;
   }
   take_registers<F::kConsumerRegisters>();
@@ -270,13 +267,13 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   }
   HopperSums<F> sums;
   clear_sums<F>(sums);
-  if (count > 0) {
-    const bool partial = consume_others<F>(a, at, count, own, turn, sums);
+  if (!at.done()) {
+    const bool partial = consume_others<F>(a, at, own, turn, sums);
     // What a hidden pair may have spoilt is done again: nothing else costs time where all is well.
     const bool finite = all_finite(sums.scores) && all_finite(sums.values);
     if (sync_block_or(partial && !finite)) {
       clear_sums<F>(sums);
-      consume_with_care<F>(a, at, count, own, turn, sums);
+      consume_with_care<F>(a, at, own, turn, sums);
     }
   }
   // From what is kept anyway.

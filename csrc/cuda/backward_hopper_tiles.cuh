@@ -29,7 +29,9 @@ struct HopperBackward {
   static constexpr int kStageBytes = 2 * kTileBytes, kNumberBytes = kOwnsKeys ? 1280 : 0;
   static constexpr Address kNumbers = 2 * kOwnBytes + kStages * kStageBytes;
   using Tiles = Ring<kStages, kStageBytes, 2 * kOwnBytes, kNumbers + kStages * kNumberBytes>;
-  static constexpr int kSharedBytes = Tiles::kEnd;
+  // What the mask hides of so many of the block's tiles; it is looked up in later ones.
+  static constexpr Address kMarks = Tiles::kEnd;
+  static constexpr int kMostMarks = 2048, kSharedBytes = kMarks + 4 * kMostMarks;
   using At = Turn<kStages>;
   DEVICE_MEMBER static Address score_tile(const At& at) { return Tiles::tile(at); }
   DEVICE_MEMBER static Address value_tile(const At& at) { return Tiles::tile(at) + kTileBytes; }
@@ -66,19 +68,69 @@ DEVICE HopperNumbers hopper_numbers(const Attention& a, const AttentionGrad& g, 
   return to;
 }
 
+// A mark for each tile of a block, head after head: whether the mask leaves any of its pairs, and a
+// bit for each consumer: it leaves all of them.
+constexpr uint32_t kAnyMark = 1, kAllMark = 2;
+template <class F>
+DEVICE void mark_tiles(const Attention& a, const HalfBlock& of) {
+  const int count = (int)min_of(of.count(), F::kMostMarks);
+  const int tiles = of.block.any_end - of.block.any;
+#pragma unroll 1
+  for (int n = thread_id(); n < count; n += F::kThreads) {
+    const int64_t h = of.head * of.group + n / tiles;
+    const int64_t other0 = (int64_t)(of.block.any + n % tiles) * F::kOthers;
+    constexpr int kOwn = F::kRows / 64;
+    const bool any = F::kOwnsKeys
+                         ? squares_have_any(a, of.b, h, other0, 1, of.block0, kOwn)
+                         : squares_have_any(a, of.b, h, of.block0, kOwn, other0, F::kParts);
+    uint32_t mark = any ? kAnyMark : 0;
+    for (int i = 0; i < kOwn; i++) {
+      const int64_t own0 = of.block0 + 64 * i;
+      const bool all = F::kOwnsKeys ? square_has_all(a, of.b, h, other0, own0, 1)
+                                    : square_has_all(a, of.b, h, own0, other0, F::kParts);
+      if (all) mark |= kAllMark << i;
+    }
+    store_shared(F::kMarks + 4 * (Address)n, mark);
+  }
+}
+
 // Where a warp is, in few registers: its own rows, against one of the block's tiles.
 struct HopperPlace {
   int b, own, h, tile;           // own: in units of 16 rows
   int first, end, all, all_end;  // tiles of the block, and those that need no look
-  DEVICE_MEMBER void next() {
+  int n, count;                  // the tile's number of all
+  DEVICE_MEMBER bool done() const { return n >= count; }
+  DEVICE_MEMBER void step() {
+    n++;
     if (++tile < end) return;
     tile = first;
     h++;
   }
+  template <class F>
+  DEVICE_MEMBER uint32_t mark() const {
+    return n < F::kMostMarks ? load_shared<uint32_t>(F::kMarks + 4 * (Address)n) : kAnyMark;
+  }
+  // To the first tile, from this one on, that the mask does not hide.
+  template <class F>
+  DEVICE_MEMBER void seek(const Attention& a) {
+    if (a.mask.data)
+#pragma unroll 1
+      while (!done() && !(mark<F>() & kAnyMark)) step();
+  }
+  template <class F>
+  DEVICE_MEMBER void next(const Attention& a) {
+    step();
+    seek<F>(a);
+  }
 };
-DEVICE HopperPlace first_place(const HalfBlock& of) {
-  return {(int)of.b,    (int)(of.own0 / 16), of.head * of.group, of.block.any,
-          of.block.any, of.block.any_end,    of.seen.all,        of.seen.all_end};
+template <class F>
+DEVICE HopperPlace first_place(const Attention& a, const HalfBlock& of) {
+  HopperPlace at{(int)of.b,    (int)(of.own0 / 16), of.head * of.group,
+                 of.block.any, of.block.any,        of.block.any_end,
+                 of.seen.all,  of.seen.all_end,     0,
+                 of.count()};
+  at.seek<F>(a);
+  return at;
 }
 
 // What one half of the producer copies, scores or values, in few registers.
@@ -118,7 +170,7 @@ DEVICE void copy_tile(Address to, const HopperSource& from, int64_t head, int64_
 
 // The producer's side: what the block owns, then one tile after the other.
 template <class F>
-DEVICE void produce_others(const Attention& a, const AttentionGrad& g, HopperPlace at, int count,
+DEVICE void produce_others(const Attention& a, const AttentionGrad& g, HopperPlace at,
                            typename F::At& turn) {
   using S = typename F::S;
   using Tiles = typename F::Tiles;
@@ -137,14 +189,14 @@ DEVICE void produce_others(const Attention& a, const AttentionGrad& g, HopperPla
                                            (int)a.head_dim, (int)a.value_dim, at.b, piece);
   typename F::At before = turn;
 #pragma unroll 1
-  for (int n = 0; n < count; n++, at.next()) {
+  for (bool later = false; !at.done(); at.next<F>(a), later = true) {
     const int64_t other0 = (int64_t)at.tile * F::kOthers;
     const int rows = (int)min_of(F::kOthers, (kKeys ? a.queries : a.keys) - other0);
     Tiles::wait_free(turn);
     copy_tile<F::kOthers, F::kPanels>(first ? F::score_tile(turn) : F::value_tile(turn), others,
                                       kKeys ? at.h : kv_head(a, at.h), other0, rows);
     copy_commit();
-    if (n > 0) {
+    if (later) {
       copy_wait<1>();
       Tiles::filled(before);
     }
@@ -177,7 +229,8 @@ struct HopperPairs {
 template <class F>
 DEVICE void hopper_visible(const Attention& a, const HopperPlace& at, HopperPairs<F>& pairs) {
   using Part = typename F::Part;
-  pairs.partial = a.mask.data || at.tile < at.all || at.tile >= at.all_end;
+  pairs.partial = at.tile < at.all || at.tile >= at.all_end;
+  if (a.mask.data) pairs.partial |= !(at.mark<F>() & kAllMark << (group_id() - 1));
 #pragma unroll
   for (int part = 0; part < F::kParts; part++) {
     uint32_t bits[1] = {~0u};

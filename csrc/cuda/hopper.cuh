@@ -100,11 +100,14 @@ struct Ring {
   }
 };
 
+// The same address, known to be the same in all lanes: the steps of a product cost nothing then.
+DEVICE Operand uniform_operand(Address at, int panels) { return operand(shuffle(at, 0), panels); }
+
 // c = 64 rows of `left`, from `row` on, times the rows of `right`, along kWidth columns.
 template <class S, int kLeftRows, int kRightRows, int kWidth, int kColumns>
 DEVICE void start_rows(Address left, int row, Address right, float (&c)[kColumns][4]) {
-  const Operand x = operand(left + (Address)(row * kPanelBytes), kLeftRows * kPanelBytes);
-  const Operand y = operand(right, kRightRows * kPanelBytes);
+  const Operand x = uniform_operand(left + (Address)(row * kPanelBytes), kLeftRows * kPanelBytes);
+  const Operand y = uniform_operand(right, kRightRows * kPanelBytes);
   pin(c);
   begin_products();
 #pragma unroll
@@ -122,7 +125,7 @@ DEVICE void start_across(uint32_t (&x)[kRows / 16][4], Address right, float (&c)
 #pragma unroll
   for (int part = 0; part < kColumns / kAtOnce; part++) {
     const Operand y =
-        operand(right + part * kAtOnce / 8 * kRows * kPanelBytes, kRows * kPanelBytes);
+        uniform_operand(right + part * kAtOnce / 8 * kRows * kPanelBytes, kRows * kPanelBytes);
     auto& to = (float (&)[kAtOnce][4])c[part * kAtOnce];
 #pragma unroll
     for (int k = 0; k < kRows / 16; k++) multiply_group<true>(S{}, to, x[k], across(y, k), true);

@@ -41,6 +41,33 @@ static __global__ void LAUNCH_BOUNDS(kPackThreads, 4)
   }
 }
 
+// One warp a block of 64 queries, a square a lane.
+static __global__ void LAUNCH_BOUNDS(kPackThreads, 4)
+    summarize_mask_kernel(const MaskShape of, const uint64_t* words, uint32_t* squares) {
+  const int64_t place = grid_row(),
+                block = (int64_t)blockIdx.x * (kPackThreads / kWarp) + warp_id();
+  if (place >= of.places || block >= of.blocks) return;
+  const int64_t rows = min_of(64, of.rows - block * 64), halves = 2 * of.block_words;
+  const uint64_t* from = words + (place * of.rows + block * 64) * of.row_words;
+  uint32_t* to = squares + (place * of.blocks + block) * 2 * halves;
+  for (int64_t first = 0; first < halves * kWarp; first += kWarp) {
+    const int64_t square = first + lane_id();
+    uint64_t any = 0, all = ~0ull;
+    if (square < of.row_words)
+#pragma unroll 8
+      for (int64_t i = 0; i < rows; i++) {
+        const uint64_t word = from[i * of.row_words + square];
+        any |= word;
+        all &= word;
+      }
+    const uint32_t some = ballot(any != 0), every = ballot(any != 0 && all == ~0ull);
+    if (lane_id() == 0) {
+      to[first / kWarp] = some;
+      to[halves + first / kWarp] = every;
+    }
+  }
+}
+
 const char* pack_mask(Attention& a, void*& scratch, Stream stream) {
   if (!mask_is_packed(a)) return nullptr;
   const Pairs& from = a.mask;
@@ -49,6 +76,12 @@ const char* pack_mask(Attention& a, void*& scratch, Stream stream) {
   const char* error =
       launch(pack_mask_kernel, {ceil_div(rows, kPackThreads / kWarp), batches * heads},
              kPackThreads, 0, stream, from, batches, heads, rows, a.keys, (uint16_t*)scratch);
+  const MaskShape of = mask_shape(a);
+  const uint64_t* words = (const uint64_t*)scratch;
+  if (!error)
+    error = launch(summarize_mask_kernel, {ceil_div(of.blocks, kPackThreads / kWarp), of.places},
+                   kPackThreads, 0, stream, of, words,
+                   (uint32_t*)(words + of.places * of.rows * of.row_words));
   const int64_t bytes = packed_mask_bytes(a);
   a.mask = packed_mask(a, scratch);
   scratch = (char*)scratch + bytes;

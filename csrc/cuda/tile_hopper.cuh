@@ -29,7 +29,6 @@ namespace mha_ext::cuda {
 // Bits 0-13 the address, 16-29 the step from panel to panel, 32-45 that between groups of eight
 // rows (all in units of 16 bytes), 62-63 the order of the pieces: 1 = of 128 bytes.
 DEVICE Operand operand(Address at, int panels) {
-  at = shuffle(at, 0);  // the same in all lanes: known to be so, steps cost nothing
   return (Operand)((shared_window() + at) >> 4 & 0x3fff) | (Operand)((panels >> 4) & 0x3fff) << 16 |
          (Operand)(8 * kPanelBytes >> 4) << 32 | (Operand)1 << 62;
 }

@@ -50,10 +50,22 @@ CASES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"queries": 129, "keys": 200, "head_dim": 128, "key_lengths": "edges", "batch": 3}, {}),
     ({"queries": 150, "keys": 200, "mask": "bhqk"}, {}),
     ({"queries": 300, "keys": 260, "head_dim": 128, "mask": "b11k", "batch": 2}, {"right": 0}),
+    ({"queries": 300, "keys": 260, "mask": "bhqk", "heads": 4, "squares": True}, {}),
+    ({"queries": 400, "keys": 520, "head_dim": 128, "mask": "b1qk", "squares": True}, {"right": 0}),
 )
 
 
 Band = dict[str, Any]
+
+
+def in_squares(mask: torch.Tensor) -> torch.Tensor:
+    """Of the squares of 64 x 64 pairs some are hidden, some hide nothing; the others are as before."""
+    *rest, queries, keys = mask.shape
+    rng = torch.Generator().manual_seed(5)
+    kind = torch.randint(4, (*rest, -(-queries // 64), -(-keys // 64)), generator=rng)
+    kind[..., 1, :] = 0  # queries that see nothing
+    kind = kind.repeat_interleave(64, -2).repeat_interleave(64, -1)[..., :queries, :keys]
+    return torch.where(kind == 0, False, torch.where(kind == 1, True, mask))
 
 
 def described(of: dict[str, Any], band: Band, poison: bool) -> tuple[Inputs, Described, Any]:
@@ -62,7 +74,11 @@ def described(of: dict[str, Any], band: Band, poison: bool) -> tuple[Inputs, Des
     `poison`: keys that nobody sees hold what is not finite.
     """
     options = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 64, "dtype": torch.bfloat16}
-    inputs = make(Problem(**(options | of)))
+    options |= of
+    squares = options.pop("squares", False)
+    inputs = make(Problem(**options))
+    if squares:
+        inputs.mask = in_squares(inputs.mask)
     if band:
         inputs.options |= {
             "causal": "upper_left" if band.get("right") == 0 else False,
@@ -108,6 +124,10 @@ OPTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"queries": 200, "keys": 140, "head_dim": 128, "mask": "b11k"}, {"right": 0}),
     ({"queries": 70, "keys": 500, "scale": -0.2}, {}),
     ({"queries": 700, "keys": 90, "heads": 3, "kv_heads": 3}, {}),
+    ({"queries": 700, "keys": 300, "heads": 6, "batch": 2}, {"right": 0}),
+    ({"queries": 450, "keys": 150, "heads": 6, "head_dim": 128}, {"right": 0}),
+    ({"queries": 200, "keys": 210, "head_dim": 256, "value_dim": 136}, {"right": 0}),
+    ({"queries": 140, "keys": 500, "head_dim": 192, "mask": "b1qk", "squares": True}, {}),
 )
 
 
@@ -191,7 +211,12 @@ MUTATIONS = {
         "      wait_products<1>();\n      pin_sums<F>(tile, sums);\n      leave<F>(before);",
         "which a product of warpgroup|before its wait",
     ),
-    "stages": (FILE, "turn.next();\n      at.next();", "at.next();", "deadlock|wrong|no barrier"),
+    "stages": (
+        FILE,
+        "      const typename F::At before = turn;\n      turn.next();\n",
+        "      const typename F::At before = turn;\n",
+        "deadlock|wrong|no barrier",
+    ),
     "sign of delta": (TILES, "(dp[0][j][e] - delta", "(dp[0][j][e] + delta", "wrong"),
     "hidden": (FILE, "  hide<F>(tile.pairs, tile.s);\n  wait", "  wait", "wrong"),
     "no care": (FILE, "sync_block_or(partial && !finite)", "sync_block_or(partial && !finite && false)", "wrong"),
@@ -204,14 +229,14 @@ FORWARD = """
 namespace mha_ext::cuda {
 int64_t forward_scratch_bytes(const Attention&) { return 0; }
 const char* forward(const Attention& a, void*, Stream stream) {
-  return run_forward_hopper<HopperForward<BFloat16, 64, true>>(a, stream);
+  return run_forward_hopper<HopperForward<BFloat16, 128, true>>(a, stream);
 }
 int64_t backward_scratch_bytes(const Attention&, const AttentionGrad&) { return 0; }
 const char* backward(const Attention&, const AttentionGrad&, void*, Stream) { return "none"; }
 }
 """
 FORWARD_SOURCES: Mapping[str, str] = {"forward.cu": FORWARD, "rest.cu": REST}
-AHEAD = "forward_hopper.cuh"
+AHEAD, FORWARD_TILES = "forward_hopper.cuh", "forward_hopper_tiles.cuh"
 FORWARD_MUTATIONS = {
     "none": ("tile.cuh", "row * kRowBytes", "kRowBytes * row", "nothing"),
     "values left early": (
@@ -228,9 +253,29 @@ FORWARD_MUTATIONS = {
     ),
     "queries not left": (
         AHEAD,
-        "    if (n + 1 == of.count) F::Queries::left(turns.queries);\n",
-        "",
+        "    if (tiles.is_last()) F::Queries::left(turns.queries);\n    const Rise",
+        "    const Rise",
         "deadlock",
+    ),
+    "queries taken twice": (
+        FORWARD_TILES,
+        "tile = round % 2 ? first : tiles - 1 - first;\n      return",
+        "tile = first;\n      return",
+        "wrong",
+    ),
+    "heads in pairs": (FORWARD_TILES, "row = paired + before", "row = before", "wrong"),
+    "lanes that have not seen a tile": (
+        AHEAD,
+        "    sync_warp();  // all of its lanes have seen them\n",
+        "",
+        "deadlock|no barrier",
+    ),
+    "tiles that are passed": (AHEAD, "before = tiles.at + 1 - of.first;", "before = 0;", "wrong|deadlock"),
+    "order of copies": (
+        FORWARD_TILES,
+        "copy_wait<F::kLate>();",
+        "copy_wait<F::kLate + 1>();",
+        "a wait is missing|is under way",
     ),
     "P rounded early": (
         AHEAD,
@@ -246,9 +291,20 @@ FORWARD_MUTATIONS = {
         "has read: no barrier",
     ),
     "band": (AHEAD, "8 * j + e % 2 >= end[e / 2]", "8 * j + e % 2 > end[e / 2]", "wrong"),
-    "row of a warpgroup": (AHEAD, "(warp_id() / 4 - 1) * 64", "(warp_id() / 4 - 1) * 32", "wrong"),
+    "row of a warpgroup": (
+        AHEAD,
+        "const int row = (group_id() - 1) * 64",
+        "const int row = (group_id() - 1) * 32",
+        "wrong",
+    ),
 }  # fmt: skip
-FORWARD_CASES = (CASES[0], CASES[5], ({"queries": 300, "keys": 400, "heads": 4}, {"right": 0}))
+FORWARD_CASES = (
+    CASES[0],
+    CASES[5],
+    ({"queries": 300, "keys": 400, "heads": 4}, {"right": 0}),
+    ({"queries": 700, "keys": 300, "heads": 4}, {"right": 0}),
+    ({"queries": 300, "keys": 700}, {"left": 40, "right": 20}),
+)
 
 
 @pytest.mark.parametrize("name", FORWARD_MUTATIONS)
@@ -261,6 +317,80 @@ def test_mutations_of_forward(name: str, tmp_path: Path) -> None:
     for seed in range(4):
         for of, band in FORWARD_CASES:
             found = found or results(library, of, band, seed % 2 == 1, seed)
+    if sign == "nothing":
+        assert not found
+    else:
+        assert any(part in found for part in sign.split("|")) and found, f"caught as {found!r}"
+
+
+MASKED = """
+#include "backward_hopper.cuh"
+#include "forward_hopper.cuh"
+namespace mha_ext::cuda {
+int64_t forward_scratch_bytes(const Attention& a) { return packed_mask_bytes(a); }
+const char* forward(const Attention& given, void* scratch, Stream stream) {
+  Attention a = given;
+  if (const char* error = pack_mask(a, scratch, stream)) return error;
+  return run_forward_hopper<HopperForward<BFloat16, 64, false>>(a, stream);
+}
+int64_t backward_scratch_bytes(const Attention& a, const AttentionGrad&) {
+  return packed_mask_bytes(a);
+}
+const char* backward(const Attention& given, const AttentionGrad& g, void* scratch, Stream stream) {
+  Attention a = given;
+  if (const char* error = pack_mask(a, scratch, stream)) return error;
+  const char* error = run_delta<BFloat16>(a, g, stream);
+  return error ? error : backward_hopper<BFloat16, 64>(a, g, stream);
+}
+}
+"""
+MASKED_SOURCES: Mapping[str, str] = {
+    "both.cu": MASKED,
+    "mask.cu": (emulated.KERNELS / "mask.cu").read_text(),
+    "rest.cu": REST,
+}
+MASK, ANY = "mask.cuh", "any[i * step + square / 64]"
+MASKED_MUTATIONS = {
+    "none": ("tile.cuh", "row * kRowBytes", "kRowBytes * row", "nothing"),
+    "queries of a tile": (MASK, ANY, "any[square / 64]", "wrong"),
+    "tiles of two squares": (MASK, "(found | found >> 1) &", "found &", "wrong"),
+    "all for any": (MASK, "h, q0) + mask_shape(a).block_words + k0", "h, q0) + k0", "wrong"),
+    "queries in backward": (MASK, "found |= any[i * step] >>", "found |= any[0] >>", "wrong"),
+    "a note of the other warpgroup": (
+        FORWARD_TILES,
+        "note >> (kClearBit - 1 + group_id()) & 1",
+        "note >> (kClearBit + 2 - group_id()) & 1",
+        "wrong",
+    ),
+    "a note still being read": (
+        FORWARD_TILES,
+        "    sync_warp();  // all of its lanes have read it\n",
+        "",
+        "has read: no barrier",
+    ),
+    "the end not left": (
+        AHEAD,
+        "  int before = 0, after = 1;  // the end of the notes",
+        "  int before = 0, after = 0;",
+        "deadlock|no barrier|wrong",
+    ),
+    "a mark of the other warpgroup": (TILES, "kAllMark << (group_id() - 1)", "kAllMark << (2 - group_id())", "wrong"),
+    "tiles that are hidden": (TILES, "!(mark<F>() & kAnyMark)", "(mark<F>() & kAnyMark)", "wrong"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKED_MUTATIONS)
+def test_mutations_under_a_mask(name: str, tmp_path: Path) -> None:
+    *change, sign = MASKED_MUTATIONS[name]
+    kernels = mutated(tmp_path, *change, MASKED_SOURCES)
+    library = Library(emulated.build(kernels, ["-O1"]))
+    library.hopper = True
+    found = ""
+    of = {"queries": 400, "keys": 330, "mask": "bhqk", "heads": 4, "squares": True}
+    for seed in range(3):
+        for band in ({}, {"right": 0}):
+            found = found or results(library, of, band, seed % 2 == 1, seed)
+            found = found or gradients(library, of, band, seed % 2 == 1, seed)
     if sign == "nothing":
         assert not found
     else:

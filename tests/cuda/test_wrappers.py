@@ -186,6 +186,12 @@ def test_votes_and_shuffles(host: Run) -> None:
     ballot = sum(int(bit) << i for i, bit in enumerate((words[:, 0] & 1).tolist()))
     assert (out[:, 0] & 0xFFFFFFFF == ballot).all()
     assert (out[:, 1] == 1).all() and (out[:, 2] == 0).all()
+    for lane in range(LANES):
+        low, high = (int(word) & 0xFFFFFFFF for word in words[lane, 4:6])
+        bits = high << 32 | low
+        assert out[lane, 3] == bits.bit_count()
+        shifted = bits << lane * 2 | 1 << 63
+        assert out[lane, 4] == (shifted & -shifted).bit_length() - 1
     out = host("kShuffles", words)
     source = (words[:, 1].long() & 0xFFFFFFFF) % LANES
     assert torch.equal(out[:, 0], words[source, 0])
