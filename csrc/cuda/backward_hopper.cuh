@@ -262,7 +262,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     for (int half = 0; half < 2; half++) {
       const int64_t i = (int64_t)at.own * 16 + 8 * half + lane_id() / 4;
       own[half] = {INFINITY, 0, INFINITY, 0, false};
-      if (i < a.queries) own[half] = hopper_numbers(a, g, (at.b * a.heads + at.h) * a.queries + i);
+      if (i < a.queries) own[half] = hopper_numbers(a, g, row * a.queries + i);
     }
   }
   HopperSums<F> sums;
@@ -276,9 +276,8 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
       consume_with_care<F>(a, at, own, turn, sums);
     }
   }
-  // From what is kept anyway.
   const int64_t own0 = (int64_t)at.own * 16, rows = F::kOwnsKeys ? a.keys : a.queries;
-  const int64_t head = F::kOwnsKeys ? kv_head(a, at.h) : at.h;
+  const int64_t head = (uint32_t)row % (uint32_t)(F::kOwnsKeys ? a.kv_heads : a.heads);
   const Rows& scores = F::kOwnsKeys ? g.grad_key : g.grad_query;
   const float scale = (float)a.scale, factor[1][2] = {{scale, scale}}, one[1][2] = {{1, 1}};
   if (scores.data)

@@ -57,13 +57,14 @@ struct HopperBlock {
   Place place;
   int first, end;  // tiles of keys
 };
-// Which blocks of queries a block of threads takes, round by round. Under a causal mask later
-// queries see more keys, and work is to be even: first come pairs, of a head's first and last,
-// which cost the same; then, for the last rounds, single ones by what they cost, where the last one
-// of a round is the first of the next. The heads of both are few enough for the L2 cache.
+// Which blocks of queries a block of threads takes, round by round; the last one of a round is the
+// first of the next, so that what a head's last block lacks is lacked in turn. Under a causal mask
+// later queries see more keys, and work is to be even: first come pairs, of a head's first and last
+// block, which cost the same; then, for the last rounds, single ones by what they cost.
 struct HopperOrder {
-  uint32_t tiles, rows;  // blocks of queries of a head; heads
-  uint32_t paired, pair_rounds, rounds, group;
+  uint32_t tiles, rows;                  // blocks of queries of a head; heads
+  uint32_t paired, pair_rounds, rounds;  // heads, and rounds for them; in all
+  bool by_cost;
   // False: nothing in this round.
   DEVICE_MEMBER bool take(uint32_t round, uint32_t& row, uint32_t& tile) const {
     const uint32_t each = gridDim.x, mine = blockIdx.x;
@@ -76,30 +77,23 @@ struct HopperOrder {
     round -= pair_rounds;
     const uint32_t left = rows - paired, at = round * each + (round % 2 ? each - 1 - mine : mine);
     if (at >= tiles * left) return false;
-    const uint32_t before = at / (group * tiles) * group;
-    const uint32_t heads = (uint32_t)min_of(group, left - before), in_group = at - before * tiles;
-    tile = tiles - 1 - in_group / heads;
-    row = paired + before + in_group % heads;
+    const uint32_t before = by_cost ? at / left : at % tiles;
+    row = paired + (by_cost ? at % left : at / tiles);
+    tile = tiles - 1 - before;
     return true;
   }
 };
 template <class F>
 HopperOrder hopper_order(const Attention& a, int64_t each) {
-  constexpr int64_t kCached = 16 << 20;  // bytes
   const int64_t tiles = ceil_div(a.queries, F::kRows), rows = a.batch * a.heads;
   const int64_t pairs = (tiles + 1) / 2;
-  int64_t paired = 0, pair_rounds = 0, group = rows;
-  if (a.band.right_bounded && !a.band.left_bounded) {
-    pair_rounds = max_of(0, rows * pairs / each - 1);
-    paired = pair_rounds * each / pairs;
-  } else {
-    const int64_t bytes = max_of(1, a.keys * (a.head_dim + a.value_dim) * 2);
-    group = max_of(1, kCached / bytes) * (a.heads / a.kv_heads);
-  }
+  const bool by_cost = a.band.right_bounded && !a.band.left_bounded;
+  // Few heads are left to the last rounds: their keys and values stay in the L2 cache.
+  const int64_t pair_rounds = by_cost ? max_of(0, rows * pairs / each - 1) : 0;
+  const int64_t paired = pair_rounds * each / pairs;
   const int64_t rounds = 2 * pair_rounds + ceil_div((rows - paired) * tiles, each);
-  return {(uint32_t)tiles,  (uint32_t)rows,
-          (uint32_t)paired, (uint32_t)(2 * pair_rounds),
-          (uint32_t)rounds, (uint32_t)min_of(group, rows)};
+  return {(uint32_t)tiles,  (uint32_t)rows, (uint32_t)paired, (uint32_t)(2 * pair_rounds),
+          (uint32_t)rounds, by_cost};
 }
 template <class F>
 DEVICE HopperBlock hopper_block(const Attention& a, uint32_t row, uint32_t tile) {

@@ -59,13 +59,13 @@ Band = dict[str, Any]
 
 
 def in_squares(mask: torch.Tensor) -> torch.Tensor:
-    """Of the squares of 64 x 64 pairs some are hidden, some hide nothing; the others are as before."""
+    """Of the squares of 64 x 64 pairs half are hidden, some hide nothing; the others are as before."""
     *rest, queries, keys = mask.shape
     rng = torch.Generator().manual_seed(5)
     kind = torch.randint(4, (*rest, -(-queries // 64), -(-keys // 64)), generator=rng)
     kind[..., 1, :] = 0  # queries that see nothing
     kind = kind.repeat_interleave(64, -2).repeat_interleave(64, -1)[..., :queries, :keys]
-    return torch.where(kind == 0, False, torch.where(kind == 1, True, mask))
+    return torch.where(kind < 2, False, torch.where(kind == 2, True, mask))
 
 
 def described(of: dict[str, Any], band: Band, poison: bool) -> tuple[Inputs, Described, Any]:
@@ -113,7 +113,8 @@ def gradients(library: Library, of: dict[str, Any], band: Band, poison: bool, se
     for name, mine in zip(("query", "key", "value"), found, strict=False):
         assert mine is not None
         right = wanted[f"grad_{name}"].double()
-        if not torch.allclose(mine.double(), right, rtol=0.05, atol=0.08):
+        near = min(0.08, 0.04 * float(right.abs().max()))
+        if not torch.allclose(mine.double(), right, rtol=0.05, atol=near):
             return f"wrong numbers in grad_{name}"
     return ""
 
@@ -249,7 +250,7 @@ FORWARD_MUTATIONS = {
         AHEAD,
         "    Values::wait_full(before);\n    start_across",
         "    Keys::left(turn);\n    Values::wait_full(before);\n    start_across",
-        "deadlock",
+        "deadlock|has not reached yet",
     ),
     "queries not left": (
         AHEAD,
@@ -263,7 +264,7 @@ FORWARD_MUTATIONS = {
         "tile = first;\n      return",
         "wrong",
     ),
-    "heads in pairs": (FORWARD_TILES, "row = paired + before", "row = before", "wrong"),
+    "heads in pairs": (FORWARD_TILES, "row = paired + (", "row = (", "wrong"),
     "lanes that have not seen a tile": (
         AHEAD,
         "    sync_warp();  // all of its lanes have seen them\n",
@@ -275,7 +276,7 @@ FORWARD_MUTATIONS = {
         FORWARD_TILES,
         "copy_wait<F::kLate>();",
         "copy_wait<F::kLate + 1>();",
-        "a wait is missing|is under way",
+        "a wait is missing|is under way|no barrier",
     ),
     "P rounded early": (
         AHEAD,
@@ -323,8 +324,7 @@ def test_mutations_of_forward(name: str, tmp_path: Path) -> None:
         assert any(part in found for part in sign.split("|")) and found, f"caught as {found!r}"
 
 
-MASKED = """
-#include "backward_hopper.cuh"
+MASKED_FORWARD = """
 #include "forward_hopper.cuh"
 namespace mha_ext::cuda {
 int64_t forward_scratch_bytes(const Attention& a) { return packed_mask_bytes(a); }
@@ -333,6 +333,11 @@ const char* forward(const Attention& given, void* scratch, Stream stream) {
   if (const char* error = pack_mask(a, scratch, stream)) return error;
   return run_forward_hopper<HopperForward<BFloat16, 64, false>>(a, stream);
 }
+}
+"""
+MASKED_BACKWARD = """
+#include "backward_hopper.cuh"
+namespace mha_ext::cuda {
 int64_t backward_scratch_bytes(const Attention& a, const AttentionGrad&) {
   return packed_mask_bytes(a);
 }
@@ -345,7 +350,8 @@ const char* backward(const Attention& given, const AttentionGrad& g, void* scrat
 }
 """
 MASKED_SOURCES: Mapping[str, str] = {
-    "both.cu": MASKED,
+    "forward.cu": MASKED_FORWARD,
+    "backward.cu": MASKED_BACKWARD,
     "mask.cu": (emulated.KERNELS / "mask.cu").read_text(),
     "rest.cu": REST,
 }
@@ -375,7 +381,13 @@ MASKED_MUTATIONS = {
         "deadlock|no barrier|wrong",
     ),
     "a mark of the other warpgroup": (TILES, "kAllMark << (group_id() - 1)", "kAllMark << (2 - group_id())", "wrong"),
-    "tiles that are hidden": (TILES, "!(mark<F>() & kAnyMark)", "(mark<F>() & kAnyMark)", "wrong"),
+    "squares of a block": (TILES, "other0, 1, of.block0, kOwn)", "other0, 1, of.block0, 1)", "wrong"),
+    "a block that sees nothing": (
+        FILE,
+        "head = (uint32_t)row % (uint32_t)(F::kOwnsKeys ? a.kv_heads : a.heads)",
+        "head = F::kOwnsKeys ? kv_head(a, at.h) : at.h",
+        "wrong",
+    ),
 }  # fmt: skip
 
 
