@@ -91,11 +91,13 @@ DEVICE void start_sums(const typename F::At& turn, HopperTile<F>& tile, HopperSu
     start_sum<S, F::kOthers>(tile.x[0], F::value_tile(turn), sums.values[0]);
   start_sum<S, F::kOthers>(tile.y[0], F::score_tile(turn), sums.scores[0]);
 }
-// That this warp has done with a tile, whose numbers each lane has read.
+// That this warp has done with a tile. Where each lane has read numbers of it, each lane says so.
 template <class F>
 DEVICE void leave(const typename F::At& turn) {
-  if constexpr (F::kOwnsKeys) sync_warp();
-  F::Tiles::left(turn);
+  if constexpr (F::kOwnsKeys)
+    F::Tiles::left_by_lane(turn);
+  else
+    F::Tiles::left(turn);
 }
 // P and dS from S and dP, after which kLater groups of products were committed.
 template <class F, int kLater>
@@ -214,7 +216,7 @@ DEVICE void consume_with_care(const Attention& a, HopperPlace at, const HopperNu
       add_with_care<F>(tile.x, tile.pairs, F::value_tile(turn), (int)a.value_dim, sums.values);
     add_with_care<F>(tile.y, tile.pairs, F::score_tile(turn), (int)a.head_dim, sums.scores);
     sync_warp();
-    F::Tiles::left(turn);
+    leave<F>(turn);
   }
 }
 
@@ -243,7 +245,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   // The producer has all rows of the block.
   const bool produces = warp_id() < 4;
   const HalfBlock of = half_block<F>(a, row, produces ? 0 : warp_id() * 16 - 64);
-  if (thread_id() == 0) F::Tiles::init(4 * F::kConsumers);
+  if (thread_id() == 0) F::Tiles::init(4 * F::kConsumers * (F::kOwnsKeys ? kWarp : 1));
   if (a.mask.data) mark_tiles<F>(a, of);
   sync_block();
   const HopperPlace at = first_place<F>(a, of);
@@ -252,7 +254,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     give_registers<F::kProducerRegisters>();
     if (at.done()) return;
     produce_others<F>(a, g, at, turn);
-    if (sync_block_or(false)) produce_others<F>(a, g, at, turn);
+    if (sync_roles_or(F::kThreads, false)) produce_others<F>(a, g, at, turn);
     return;
   }
   take_registers<F::kConsumerRegisters>();
@@ -271,7 +273,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     const bool partial = consume_others<F>(a, at, own, turn, sums);
     // What a hidden pair may have spoilt is done again: nothing else costs time where all is well.
     const bool finite = all_finite(sums.scores) && all_finite(sums.values);
-    if (sync_block_or(partial && !finite)) {
+    if (sync_roles_or(F::kThreads, partial && !finite)) {
       clear_sums<F>(sums);
       consume_with_care<F>(a, at, own, turn, sums);
     }

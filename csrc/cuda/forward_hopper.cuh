@@ -276,7 +276,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
 #pragma unroll 1
     for (uint32_t round = 0; round < order.rounds; round++)
       if (order.take(round, row, tile)) produce_tiles<F>(a, hopper_block<F>(a, row, tile), turns);
-    if (!sync_block_or(false)) return;
+    if (!sync_roles_or(F::kThreads, false)) return;
 #pragma unroll 1
     for (uint32_t round = 0; round < order.rounds; round++)
       if (order.take(round, row, tile) && needs_care(round))
@@ -300,7 +300,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     add_lanes<F>(rows);
     store_rows<F>(a, of.place, of.row, i0, rows);
   }
-  if (!sync_block_or(spoilt)) return;
+  if (!sync_roles_or(F::kThreads, spoilt)) return;
 #pragma unroll 1
   for (uint32_t round = 0; round < order.rounds; round++) {
     if (!order.take(round, row, tile) || !needs_care(round)) continue;

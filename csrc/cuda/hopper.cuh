@@ -77,10 +77,11 @@ struct Ring {
   }
   DEVICE_MEMBER static Address full(int stage) { return kBarriers + (Address)(16 * stage); }
   DEVICE_MEMBER static Address free(int stage) { return full(stage) + 8; }
-  DEVICE_MEMBER static void init(int consumer_warps) {
+  // consumers: warps, or lanes, that leave a tile.
+  DEVICE_MEMBER static void init(int consumers) {
     for (int stage = 0; stage < kStages; stage++) {
       barrier_init(full(stage), kProducers);
-      barrier_init(free(stage), consumer_warps);
+      barrier_init(free(stage), consumers);
     }
   }
   // Of the producer: until the place is free; that its copies, which it has waited for, are there.
@@ -97,6 +98,9 @@ struct Ring {
   }
   DEVICE_MEMBER static void left(const Turn<kStages>& at) {
     if (lane_id() == 0) barrier_arrive(free(at.stage));
+  }
+  DEVICE_MEMBER static void left_by_lane(const Turn<kStages>& at) {
+    barrier_arrive(free(at.stage));
   }
 };
 

@@ -199,8 +199,8 @@ MUTATIONS = {
     "a tile not left": (FILE, "      leave<F>(before);\n      round", "      round", "deadlock"),
     "numbers still being read": (
         FILE,
-        "if constexpr (F::kOwnsKeys) sync_warp();",
-        "",
+        "F::Tiles::left_by_lane(turn);",
+        "for (int lane = 0; lane_id() == 0 && lane < kWarp; lane++) F::Tiles::left(turn);",
         "has read: no barrier",
     ),
     "no fence": ("hopper.cuh", "    fence_products();\n", "", "no fence"),
@@ -220,7 +220,7 @@ MUTATIONS = {
     ),
     "sign of delta": (TILES, "(dp[0][j][e] - delta", "(dp[0][j][e] + delta", "wrong"),
     "hidden": (FILE, "  hide<F>(tile.pairs, tile.s);\n  wait", "  wait", "wrong"),
-    "no care": (FILE, "sync_block_or(partial && !finite)", "sync_block_or(partial && !finite && false)", "wrong"),
+    "no care": (FILE, "partial && !finite)) {", "partial && !finite && false)) {", "wrong"),
     "head of a group": (TILES, "    tile = first;\n    h++;", "    tile = first;", "wrong"),
 }  # fmt: skip
 
