@@ -245,7 +245,10 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   // The producer has all rows of the block.
   const bool produces = warp_id() < 4;
   const HalfBlock of = half_block<F>(a, row, produces ? 0 : warp_id() * 16 - 64);
-  if (thread_id() == 0) F::Tiles::init(4 * F::kConsumers * (F::kOwnsKeys ? kWarp : 1));
+  if (thread_id() == 0) {
+    F::Tiles::init(4 * F::kConsumers * (F::kOwnsKeys ? kWarp : 1));
+    F::Spoilt::init();
+  }
   if (a.mask.data) mark_tiles<F>(a, of);
   sync_block();
   const HopperPlace at = first_place<F>(a, of);
@@ -254,7 +257,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     give_registers<F::kProducerRegisters>();
     if (at.done()) return;
     produce_others<F>(a, g, at, turn);
-    if (sync_roles_or(F::kThreads, false)) produce_others<F>(a, g, at, turn);
+    if (F::Spoilt::hear()) produce_others<F>(a, g, at, turn);
     return;
   }
   take_registers<F::kConsumerRegisters>();
@@ -273,7 +276,8 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     const bool partial = consume_others<F>(a, at, own, turn, sums);
     // What a hidden pair may have spoilt is done again: nothing else costs time where all is well.
     const bool finite = all_finite(sums.scores) && all_finite(sums.values);
-    if (sync_roles_or(F::kThreads, partial && !finite)) {
+    F::Spoilt::answer(partial && !finite);
+    if (F::Spoilt::hear()) {
       clear_sums<F>(sums);
       consume_with_care<F>(a, at, own, turn, sums);
     }

@@ -29,8 +29,9 @@ struct HopperBackward {
   static constexpr int kStageBytes = 2 * kTileBytes, kNumberBytes = kOwnsKeys ? 1280 : 0;
   static constexpr Address kNumbers = 2 * kOwnBytes + kStages * kStageBytes;
   using Tiles = Ring<kStages, kStageBytes, 2 * kOwnBytes, kNumbers + kStages * kNumberBytes>;
+  using Spoilt = Question<kConsumers, Tiles::kEnd>;
   // What the mask hides of so many of the block's tiles; it is looked up in later ones.
-  static constexpr Address kMarks = Tiles::kEnd;
+  static constexpr Address kMarks = Spoilt::kEnd;
   static constexpr int kMostMarks = 2048, kSharedBytes = kMarks + 4 * kMostMarks;
   using At = Turn<kStages>;
   DEVICE_MEMBER static Address score_tile(const At& at) { return Tiles::tile(at); }

@@ -254,6 +254,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     F::Keys::init(4 * F::kConsumers);
     F::Values::init(4 * F::kConsumers);
     F::Queries::init(4 * F::kConsumers);
+    F::Spoilt::init();
   }
   for (int i = thread_id(); i < F::kThreads / kWarp * F::kRemembered; i += F::kThreads)
     store_shared<uint16_t>(F::kAgain + 2 * i, 0);
@@ -276,7 +277,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
 #pragma unroll 1
     for (uint32_t round = 0; round < order.rounds; round++)
       if (order.take(round, row, tile)) produce_tiles<F>(a, hopper_block<F>(a, row, tile), turns);
-    if (!sync_roles_or(F::kThreads, false)) return;
+    if (!F::Spoilt::hear()) return;
 #pragma unroll 1
     for (uint32_t round = 0; round < order.rounds; round++)
       if (order.take(round, row, tile) && needs_care(round))
@@ -300,7 +301,8 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     add_lanes<F>(rows);
     store_rows<F>(a, of.place, of.row, i0, rows);
   }
-  if (!sync_roles_or(F::kThreads, spoilt)) return;
+  F::Spoilt::answer(spoilt);
+  if (!F::Spoilt::hear()) return;
 #pragma unroll 1
   for (uint32_t round = 0; round < order.rounds; round++) {
     if (!order.take(round, row, tile) || !needs_care(round)) continue;

@@ -32,8 +32,9 @@ struct HopperForward {
   using Keys = Ring<kStages, kTileBytes, kFirst, kBarriers, kCopyThreads>;
   using Values = Ring<kStages, kTileBytes, kFirst + kStages * kTileBytes, Keys::kEnd, kCopyThreads>;
   using Queries = Ring<1, kQueryBytes, 0, Values::kEnd, kCopyThreads>;
+  using Spoilt = Question<kConsumers, Queries::kEnd>;
   // What the producer notes of a tile, 4 bytes a stage.
-  static constexpr Address kNotes = Queries::kEnd;
+  static constexpr Address kNotes = Spoilt::kEnd;
   // A number for each of so many blocks of queries and each warp: what is to be done again.
   static constexpr Address kAgain = kNotes + 4 * kStages;
   static constexpr int kRemembered = 64, kSharedBytes = kAgain + kThreads / kWarp * kRemembered * 2;
@@ -205,8 +206,9 @@ struct HopperTiles {
       return true;
     }
     F::Keys::wait_full(turn);
-    const int note = load_shared<int>(F::kNotes + 4 * (Address)turn.stage);
-    sync_warp();  // all of its lanes have read it
+    // The lane that will leave the tile reads it for all.
+    const Address from = F::kNotes + 4 * (Address)turn.stage;
+    const int note = shuffle(lane_id() == 0 ? load_shared<int>(from) : 0, 0);
     at = note & ((1 << kClearBit) - 1);
     clear = note >> (kClearBit - 1 + group_id()) & 1;
     return note != kNoTile;

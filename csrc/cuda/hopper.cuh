@@ -104,6 +104,30 @@ struct Ring {
   }
 };
 
+// A question to all consumers, whose answer all threads of the block hear: the roles come to no
+// barrier of the block together. From kAt on, a multiple of 8.
+template <int kConsumers, Address kAt>
+struct Question {
+  static constexpr int kWarps = 4 * kConsumers;
+  static constexpr Address kAnswers = kAt + 8, kEnd = kAnswers + 4 * kWarps;
+  DEVICE_MEMBER static void init() { barrier_init(kAt, kWarps); }
+  DEVICE_MEMBER static void answer(bool yes) {
+    const uint32_t any = ballot(yes);
+    if (lane_id() != 0) return;
+    store_shared(kAnswers + 4 * (Address)(warp_id() - 4), any);
+    barrier_arrive(kAt);
+  }
+  // Whether any said yes.
+  DEVICE_MEMBER static bool hear() {
+    barrier_wait(kAt, 0);
+    uint32_t any = 0;
+#pragma unroll 1
+    for (int warp = 0; warp < kWarps; warp++)
+      any |= load_shared<uint32_t>(kAnswers + 4 * (Address)warp);
+    return any;
+  }
+};
+
 // The same address, known to be the same in all lanes: the steps of a product cost nothing then.
 DEVICE Operand uniform_operand(Address at, int panels) { return operand(shuffle(at, 0), panels); }
 

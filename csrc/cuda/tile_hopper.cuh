@@ -70,23 +70,6 @@ DEVICE void arrive_some(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// A barrier of all `threads` threads of the block, which come to it at different places; whether
-// any says so.
-DEVICE bool sync_roles_or(int threads, bool value) {
-  uint32_t any;
-  asm volatile(
-      "{\n"
-      ".reg .pred one, any;\n"
-      "setp.ne.u32 one, %1, 0;\n"
-      "bar.red.or.pred any, 15, %2, one;\n"
-      "selp.u32 %0, 1, 0, any;\n"
-      "}"
-      : "=r"(any)
-      : "r"((uint32_t)value), "r"(threads)
-      : "memory");
-  return any;
-}
-
 // Registers of each thread of a warpgroup from here on: fewer or more.
 template <int kRegisters>
 DEVICE void give_registers() {

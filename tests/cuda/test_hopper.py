@@ -220,7 +220,7 @@ MUTATIONS = {
     ),
     "sign of delta": (TILES, "(dp[0][j][e] - delta", "(dp[0][j][e] + delta", "wrong"),
     "hidden": (FILE, "  hide<F>(tile.pairs, tile.s);\n  wait", "  wait", "wrong"),
-    "no care": (FILE, "partial && !finite)) {", "partial && !finite && false)) {", "wrong"),
+    "no care": (FILE, "answer(partial && !finite)", "answer(false)", "wrong"),
     "head of a group": (TILES, "    tile = first;\n    h++;", "    tile = first;", "wrong"),
 }  # fmt: skip
 
@@ -370,8 +370,8 @@ MASKED_MUTATIONS = {
     ),
     "a note still being read": (
         FORWARD_TILES,
-        "    sync_warp();  // all of its lanes have read it\n",
-        "",
+        "shuffle(lane_id() == 0 ? load_shared<int>(from) : 0, 0);",
+        "load_shared<int>(from);",
         "has read: no barrier",
     ),
     "the end not left": (

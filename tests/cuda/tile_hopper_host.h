@@ -20,7 +20,6 @@ inline void sync_some(int number, int threads) {
 inline void arrive_some(int number, int threads) {
   emulator::numbered_barrier(number, threads, false);
 }
-inline bool sync_roles_or(int, bool value) { return emulator::sync_block(value); }
 template <int kRegisters>
 void give_registers() {
   emulator::set_registers(kRegisters, false);
