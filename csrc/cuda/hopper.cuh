@@ -113,6 +113,7 @@ struct Question {
   DEVICE_MEMBER static void init() { barrier_init(kAt, kWarps); }
   DEVICE_MEMBER static void answer(bool yes) {
     const uint32_t any = ballot(yes);
+    sync_warp();  // what its lanes have read may be written over
     if (lane_id() != 0) return;
     store_shared(kAnswers + 4 * (Address)(warp_id() - 4), any);
     barrier_arrive(kAt);

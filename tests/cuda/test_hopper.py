@@ -216,7 +216,7 @@ MUTATIONS = {
         FILE,
         "      const typename F::At before = turn;\n      turn.next();\n",
         "      const typename F::At before = turn;\n",
-        "deadlock|wrong|no barrier",
+        "deadlock|wrong|no barrier|which a product",
     ),
     "sign of delta": (TILES, "(dp[0][j][e] - delta", "(dp[0][j][e] + delta", "wrong"),
     "hidden": (FILE, "  hide<F>(tile.pairs, tile.s);\n  wait", "  wait", "wrong"),
