@@ -109,17 +109,6 @@ struct TileWalk {
     if constexpr (kMasks)
       if (any) seek();
   }
-  DEVICE_MEMBER int count() const {
-    if (at >= end) return 0;
-    if (!kMasks || !any) return end - at;
-    int found = 0;
-    for (int square = at * kSquares, last = end * kSquares; square < last;
-         square = (square / 64 + 1) * 64) {
-      const int bits = (int)min_of(64 - square % 64, last - square);
-      found += count_bits(word(square) >> square % 64 & first_bits(bits));
-    }
-    return found;
-  }
 };
 
 // Writes the packed mask of `a` to the start of scratch, where it is packed at all: `a` has it then

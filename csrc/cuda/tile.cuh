@@ -58,7 +58,6 @@ DEVICE bool sync_block_or(bool value) { return __syncthreads_or(value); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE uint32_t ballot(bool value) { return __ballot_sync(0xffffffffu, value); }
 DEVICE int lowest_bit(uint64_t bits) { return __ffsll((long long)bits) - 1; }  // bits != 0
-DEVICE int count_bits(uint64_t bits) { return __popcll(bits); }
 template <class T>
 DEVICE T shuffle(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);

@@ -189,9 +189,8 @@ def test_votes_and_shuffles(host: Run) -> None:
     for lane in range(LANES):
         low, high = (int(word) & 0xFFFFFFFF for word in words[lane, 4:6])
         bits = high << 32 | low
-        assert out[lane, 3] == bits.bit_count()
         shifted = bits << lane * 2 | 1 << 63
-        assert out[lane, 4] == (shifted & -shifted).bit_length() - 1
+        assert out[lane, 3] == (shifted & -shifted).bit_length() - 1
     out = host("kShuffles", words)
     source = (words[:, 1].long() & 0xFFFFFFFF) % LANES
     assert torch.equal(out[:, 0], words[source, 0])

@@ -23,7 +23,6 @@ inline bool sync_block_or(bool value) { return emulator::sync_block(value); }
 inline void sync_warp() { emulator::sync_warp(); }
 
 inline int lowest_bit(uint64_t bits) { return __builtin_ctzll(bits); }
-inline int count_bits(uint64_t bits) { return __builtin_popcountll(bits); }
 inline uint32_t ballot(bool value) {
   struct Vote {
     bool value;

@@ -55,8 +55,7 @@ __global__ void wrappers_kernel(int which, const uint32_t* in, uint32_t* out) {
       out[0] = ballot(in[0] & 1);
       out[1] = sync_block_or(in[1] & 1);
       out[2] = sync_block_or(in[2] == 0x80000000u);
-      out[3] = (uint32_t)count_bits(at<uint64_t>(in + 4));
-      out[4] = (uint32_t)lowest_bit(at<uint64_t>(in + 4) << lane * 2 | 1ull << 63);
+      out[3] = (uint32_t)lowest_bit(at<uint64_t>(in + 4) << lane * 2 | 1ull << 63);
       break;
     case kShuffles:
       out[0] = shuffle(in[0], (int)(in[1] % kWarp));
