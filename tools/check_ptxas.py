@@ -1,13 +1,17 @@
 """What ptxas says about each CUDA kernel: no spills, and no more registers than its budget.
 
     python tools/check_ptxas.py [architecture ...]
+    NVCC_APPEND_FLAGS=-Xptxas=-v pip wheel --verbose . > build.log 2>&1
+    python tools/check_ptxas.py --log build.log
 
-The architectures are those that are built by default, unless others are named (80, 90, ...). It needs
-nvcc, but no GPU. One line per kernel, and exit status 1 if any is over its budget.
+Without a log it compiles the kernels, for the architectures that are built by default unless others
+are named (80, 90, ...): that needs nvcc, but no GPU. With the log of a build it compiles nothing. One
+line per kernel, and exit status 1 if any is over its budget.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -43,9 +47,9 @@ BUDGETS = [
     ),
 ]
 STATIC_SHARED = 0  # bytes
-# Bytes that may be spilled, else none: all of the register file is in use, and the stores of a tile
-# cost less than smaller tiles do. On 9.0 it is mostly the producer that spills, which has 32 to 56
-# registers: not where products are.
+# Bytes that may be spilled, by architecture and kernel, else none: all of the register file is in
+# use, and the stores of a tile cost less than smaller tiles or fewer blocks do. In the kernels of
+# Hopper it is mostly the producer that spills, which has 32 to 56 registers: not where products are.
 SPILLS = [
     (r"backward_hopper_kernel<.*, 128, true>", 200),
     (r"backward_hopper_kernel<.*, 64, true>", 4),
@@ -53,12 +57,35 @@ SPILLS = [
     (r"forward_hopper_kernel<.*, 64, (false, 2|true, 3)>", 284),
     (r"forward_hopper_kernel<.*, (128|256), true, 2>", 224),
     (r"forward_hopper_kernel<.*, 64, true, 2>", 84),
-    (r"backward_(tangent_)?half_kernel<.*, (128|256), ", 16),  # on 8.0
+    (r"sm_8\d .*backward_(tangent_)?half_kernel<.*, (128|256), ", 16),
+    (r"sm_90 .*(backward|bias)_half_kernel<.*, 64, false, ", 36),
 ]
 
 
-def report(nvcc: list[str], source: Path, architecture: str) -> list[tuple[str, bool]]:
-    """One line for each kernel of a source, and whether it is within its budget."""
+def kernels_in(text: str) -> list[tuple[str, bool]]:
+    """One line for each kernel that ptxas speaks of, and whether it is within its budget."""
+    text = subprocess.run(["c++filt"], input=text, capture_output=True, text=True).stdout
+    found = []
+    for part in text.split("Compiling entry function '")[1:]:
+        name, architecture = part.split("' for '", 1)
+        architecture = architecture.split("'")[0]
+        spills = int(re.findall(r"(\d+) bytes spill stores", part)[0])
+        registers = int(re.findall(r"Used (\d+) registers", part)[0])
+        shared = sum(map(int, re.findall(r"(\d+) bytes smem", part)))
+        short = re.sub(r"mha_ext::(cuda::)?|\((?!mha_ext::cuda::Output).*|^void ", "", name)
+        budget = next((limit for pattern, limit in BUDGETS if re.search(pattern, name)), 0)
+        place = f"{architecture} {name}"
+        allowed = next((most for pattern, most in SPILLS if re.search(pattern, place)), 0)
+        fine = spills <= allowed and registers <= budget and shared <= STATIC_SHARED
+        numbers = f"{registers} of {budget} registers, {spills} bytes of spills, {shared} shared"
+        found.append((f"{architecture} {short}: {numbers}", fine))
+    # Products of warpgroups that the assembler cannot leave running lose all they are for.
+    serial = re.findall(r".*wgmma.mma_async instructions are serialized.*", text)
+    return found + [(line.strip(), False) for line in serial]
+
+
+def compiled(nvcc: list[str], source: Path, architecture: str) -> list[tuple[str, bool]]:
+    """What kernels_in says of a source."""
     with tempfile.TemporaryDirectory() as folder:
         target = ["-cubin", "-Xptxas", "-v", "-o", str(Path(folder, "kernel.cubin"))]
         chosen = ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
@@ -66,31 +93,14 @@ def report(nvcc: list[str], source: Path, architecture: str) -> list[tuple[str, 
         answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode != 0:
         return [(f"{source.name}: does not compile: {answer.stderr.strip()[-500:]}", False)]
-    text = subprocess.run(["c++filt"], input=answer.stderr, capture_output=True, text=True).stdout
-    found = []
-    for part in text.split("Compiling entry function '")[1:]:
-        name = part.split("' for 'sm_")[0]
-        spills = int(re.findall(r"(\d+) bytes spill stores", part)[0])
-        registers = int(re.findall(r"Used (\d+) registers", part)[0])
-        shared = sum(map(int, re.findall(r"(\d+) bytes smem", part)))
-        short = re.sub(r"mha_ext::(cuda::)?|\((?!mha_ext::cuda::Output).*|^void ", "", name)
-        budget = next((limit for pattern, limit in BUDGETS if re.search(pattern, name)), 0)
-        # Products of warpgroups that the assembler cannot leave running lose all they are for.
-        serial = "wgmma.mma_async instructions are serialized" in text
-        allowed = next((most for pattern, most in SPILLS if re.search(pattern, name)), 0)
-        fine = spills <= allowed and not serial and registers <= budget and shared <= STATIC_SHARED
-        numbers = f"{registers} of {budget} registers, {spills} bytes of spills, {shared} shared"
-        found.append((f"sm_{architecture} {short}: {numbers}", fine))
-    return found
+    return kernels_in(answer.stderr)
 
 
-def main() -> int:
+def compile_all(architectures: list[str]) -> list[tuple[str, bool]]:
+    """What kernels_in says of every source, for each of these architectures."""
     nvcc = cuda_toolkit.find_nvcc()
     if nvcc is None:
-        print("there is no nvcc: nothing was checked")
-        return 0
-    default = re.findall(r"(\d)\.(\d)", cuda_toolkit.ARCHITECTURES)
-    architectures = sys.argv[1:] or ["".join(numbers) for numbers in default]
+        sys.exit("there is no nvcc: nothing was checked")
     host = toolchain.find_compiler()
     jobs = [
         (source, number)
@@ -99,8 +109,24 @@ def main() -> int:
         if number.startswith("90") or not cuda_toolkit.is_hopper(source)
     ]
     with ThreadPoolExecutor(toolchain.job_count()) as pool:
-        lines = pool.map(lambda job: report([nvcc, "-ccbin", host.command[0]], *job), jobs)
-        found = [line for part in lines for line in part]
+        lines = pool.map(lambda job: compiled([nvcc, "-ccbin", host.command[0]], *job), jobs)
+        return [line for part in lines for line in part]
+
+
+def main() -> int:
+    default = ["".join(n) for n in re.findall(r"(\d)\.(\d)", cuda_toolkit.ARCHITECTURES)]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("architecture", nargs="*", help="80, 90, ... (those built by default)")
+    parser.add_argument("--log", type=Path, help="what a build printed, to be read instead")
+    given = parser.parse_args()
+    if given.log:
+        found = kernels_in(given.log.read_text())
+    else:
+        found = compile_all(given.architecture or default)
+    if not found:
+        sys.exit("ptxas has said nothing: was the build run with NVCC_APPEND_FLAGS=-Xptxas=-v?")
     for line, fine in found:
         print(line if fine else f"{line}  <- over its budget")
     return 0 if all(fine for _, fine in found) else 1

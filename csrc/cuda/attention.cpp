@@ -10,6 +10,7 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <array>
 #include <tuple>
 #include <vector>
@@ -66,8 +67,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   set(groups, &Attention::lse, lse, keep);
   set(groups, &Attention::lse_low, lse_low, keep);
   // Groups run one after the other on the stream, so they may share what they work in.
-  const Tensor scratch =
-      at::empty({forward_scratch_bytes(groups[0])}, query.options().dtype(at::kByte));
+  int64_t bytes = 0;
+  for (const Attention& group : groups) bytes = std::max(bytes, forward_scratch_bytes(group));
+  const Tensor scratch = at::empty({bytes}, query.options().dtype(at::kByte));
   const Stream stream = current_stream(query.device());
   for (int64_t i = 0; i < group_count(query); i++)
     check_launch(forward(groups[i], scratch.mutable_data_ptr(), stream));
@@ -124,8 +126,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   set(g.groups, &AttentionGrad::grad_out, grad_out, keep);
   if (grad_lse) set(g.groups, &AttentionGrad::grad_lse, *grad_lse, keep);
   for (AttentionGrad& group : g.groups) group.all_keys = all_keys;
-  const Tensor scratch =
-      at::empty({backward_scratch_bytes(groups[0], g.groups[0])}, query.options().dtype(at::kByte));
+  int64_t bytes = 0;
+  for (size_t i = 0; i < groups.size(); i++)
+    bytes = std::max(bytes, backward_scratch_bytes(groups[i], g.groups[i]));
+  const Tensor scratch = at::empty({bytes}, query.options().dtype(at::kByte));
   const Stream stream = current_stream(query.device());
   for (int64_t i = 0; i < group_count(query); i++)
     check_launch(backward(groups[i], g.groups[i], scratch.mutable_data_ptr(), stream));

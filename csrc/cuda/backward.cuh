@@ -1,6 +1,7 @@
 // What the backward kernels share: delta, the rows without any key, and the gradient of a bias that
 // broadcasts.
 #pragma once
+#include "aligned.cuh"
 #include "softmax.cuh"
 
 namespace mha_ext::cuda {
@@ -14,12 +15,12 @@ const char* backward_of(const Attention& a, const AttentionGrad& g, void* scratc
 template <class S>
 const char* backward_hopper_of(const Attention& a, const AttentionGrad& g, Stream stream);
 
+// Once align_rows has been.
 inline bool backward_hopper_takes(const Attention& a, const AttentionGrad& g) {
   constexpr int64_t kFew = 64;
-  return !g.grad_weights.data && !g.grad_bias.data && !a.bias.data && !a.dropout.seed &&
-         !a.uniform_empty_rows && a.queries > kFew && a.keys > kFew &&
-         max_of(a.head_dim, a.value_dim) <= 128 && in_pieces(a.query) && in_pieces(a.key) &&
-         in_pieces(a.value) && in_pieces(g.grad_out) && on_hopper();
+  return !g.grad_weights.data && !g.grad_bias.data && !a.bias.data && !a.uniform_empty_rows &&
+         a.queries > kFew && a.keys > kFew && max_of(a.head_dim, a.value_dim) <= 128 &&
+         (copies_are_little(a) || all_in_pieces(a, &g)) && on_hopper();
 }
 
 template <class S>

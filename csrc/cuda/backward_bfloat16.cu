@@ -9,12 +9,6 @@ const char* backward_hopper_of<BFloat16>(const Attention& a, const AttentionGrad
 template <>
 const char* backward_of<BFloat16>(const Attention& a, const AttentionGrad& g, void* scratch,
                                   Stream stream) {
-  if (backward_hopper_takes(a, g)) {
-    Attention packed = a;
-    const char* error = pack_mask(packed, scratch, stream);
-    if (!error) error = run_delta<BFloat16>(a, g, stream);
-    return error ? error : backward_hopper_of<BFloat16>(packed, g, stream);
-  }
   return backward_of_half<BFloat16>(a, g, scratch, stream);
 }
 

@@ -6,7 +6,7 @@ namespace mha_ext::cuda {
 
 // One chunk of the sum of kOthers keys of one owner's tile of grad_bias.
 template <class F>
-__global__ void LAUNCH_BOUNDS(F::kThreads, 1)
+__global__ void LAUNCH_BOUNDS(F::kThreads, F::kBlocks)
     bias_half_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT AttentionGrad g,
                      const BiasPlan plan, float* sums) {
   constexpr int kParts = (int)kTile / F::kOthers;
@@ -103,6 +103,12 @@ const char* backward_of_half(const Attention& given, const AttentionGrad& g, voi
                              Stream stream) {
   Attention a = given;
   if (const char* error = pack_mask(a, scratch, stream)) return error;
+  if (backward_hopper_takes(a, g)) {
+    AttentionGrad grads = g;
+    const char* error = run_delta<S>(a, g, stream);
+    if (!error) error = align_rows(a, &grads, scratch, stream);
+    return error ? error : backward_hopper_of<S>(a, grads, stream);
+  }
   if (g.grad_weights.data) {
     if (a.head_dim <= 128) return weights_backward_half<S, 128>(a, g, scratch, stream);
     return weights_backward_half<S, 256>(a, g, scratch, stream);

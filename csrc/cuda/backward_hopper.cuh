@@ -99,18 +99,26 @@ DEVICE void leave(const typename F::At& turn) {
   else
     F::Tiles::left(turn);
 }
-// P and dS from S and dP, after which kLater groups of products were committed.
+// P and dS from S and dP, after which kLater groups of products were committed; with dropout Z,
+// without its factor, in place of P.
 template <class F, int kLater>
-DEVICE void middle_of_tile(const Attention& a, const typename F::At& turn,
+DEVICE void middle_of_tile(const Attention& a, const HopperPlace& at, const typename F::At& turn,
                            const HopperNumbers (&own)[2], HopperTile<F>& tile) {
+  [[maybe_unused]] uint32_t kept[F::kParts];
+  if constexpr (F::kDropout) hopper_kept<F>(a, at, kept);
   wait_products<kLater + 1>();
   pin(tile.s[0]);
   hopper_powers<F>(a, turn, own, tile.s);
   hide<F>(tile.pairs, tile.s);
   wait_products<kLater>();
   pin(tile.dp[0]);
+  if constexpr (F::kDropout) {
+    select_pairs<F>(kept, tile.dp);
+    scale_fragments((float)a.dropout.keep_scale, tile.dp);
+  }
   hopper_differences<F>(turn, own, tile.s, tile.dp);
   hide<F>(tile.pairs, tile.dp);
+  if constexpr (F::kDropout && F::kValues) select_pairs<F>(kept, tile.s);
 }
 template <class F>
 DEVICE void round_tile(HopperTile<F>& tile) {
@@ -133,7 +141,7 @@ DEVICE bool consume_others(const Attention& a, HopperPlace at, const HopperNumbe
   if constexpr (F::kAhead) {
     hopper_visible<F>(a, at, tile.pairs);
     start_tile<F, F::kHeld>(turn, held, tile);
-    middle_of_tile<F, 0>(a, turn, own, tile);
+    middle_of_tile<F, 0>(a, at, turn, own, tile);
     partial |= tile.pairs.partial;
     round_tile<F>(tile);
 #pragma unroll 1
@@ -145,7 +153,7 @@ DEVICE bool consume_others(const Attention& a, HopperPlace at, const HopperNumbe
       pin_sums<F>(tile, sums);
       start_tile<F, F::kHeld>(turn, held, tile);
       start_sums<F>(before, tile, sums);
-      middle_of_tile<F, F::kValues ? 2 : 1>(a, turn, own, tile);
+      middle_of_tile<F, F::kValues ? 2 : 1>(a, at, turn, own, tile);
       partial |= tile.pairs.partial;
       wait_products<0>();
       pin_sums<F>(tile, sums);
@@ -164,7 +172,7 @@ DEVICE bool consume_others(const Attention& a, HopperPlace at, const HopperNumbe
       hopper_visible<F>(a, at, tile.pairs);
       partial |= tile.pairs.partial;
       start_tile<F, F::kHeld>(turn, held, tile);
-      middle_of_tile<F, 0>(a, turn, own, tile);
+      middle_of_tile<F, 0>(a, at, turn, own, tile);
       round_tile<F>(tile);
       pin_sums<F>(tile, sums);
       start_sums<F>(turn, tile, sums);
@@ -204,13 +212,7 @@ DEVICE void consume_with_care(const Attention& a, HopperPlace at, const HopperNu
   for (; !at.done(); turn.next(), at.next<F>(a)) {
     hopper_visible<F>(a, at, tile.pairs);
     start_tile<F, false>(turn, {}, tile);
-    wait_products<0>();
-    pin(tile.s[0]);
-    pin(tile.dp[0]);
-    hopper_powers<F>(a, turn, own, tile.s);
-    hopper_differences<F>(turn, own, tile.s, tile.dp);
-    hide<F>(tile.pairs, tile.s);
-    hide<F>(tile.pairs, tile.dp);
+    middle_of_tile<F, 0>(a, at, turn, own, tile);
     round_tile<F>(tile);
     if constexpr (F::kValues)
       add_with_care<F>(tile.x, tile.pairs, F::value_tile(turn), (int)a.value_dim, sums.values);
@@ -285,12 +287,14 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   const int64_t own0 = (int64_t)at.own * 16, rows = F::kOwnsKeys ? a.keys : a.queries;
   const int64_t head = (uint32_t)row % (uint32_t)(F::kOwnsKeys ? a.kv_heads : a.heads);
   const Rows& scores = F::kOwnsKeys ? g.grad_key : g.grad_query;
-  const float scale = (float)a.scale, factor[1][2] = {{scale, scale}}, one[1][2] = {{1, 1}};
+  const float scale = (float)a.scale, factor[1][2] = {{scale, scale}};
+  const float kept = F::kDropout ? (float)a.dropout.keep_scale : 1, scales[1][2] = {{kept, kept}};
   if (scores.data)
     store_fragments<S>(scores, at.b, head, own0, rows, (int)a.head_dim, factor, sums.scores);
   if constexpr (F::kValues)
     if (g.grad_value.data)
-      store_fragments<S>(g.grad_value, at.b, head, own0, rows, (int)a.value_dim, one, sums.values);
+      store_fragments<S>(g.grad_value, at.b, head, own0, rows, (int)a.value_dim, scales,
+                         sums.values);
 #endif
 }
 
@@ -300,14 +304,19 @@ const char* run_backward_hopper(const Attention& a, const AttentionGrad& g, Stre
                   a.batch * (F::kOwnsKeys ? a.kv_heads : a.heads)};
   return launch(backward_hopper_kernel<F>, grid, F::kThreads, F::kSharedBytes, stream, a, g);
 }
-template <class S, int kWidth>
+template <class S, int kWidth, bool kDropout>
 const char* backward_hopper(const Attention& a, const AttentionGrad& g, Stream stream) {
   const char* error = nullptr;
   if (g.grad_query.data)
-    error = run_backward_hopper<HopperBackward<S, kWidth, false>>(a, g, stream);
+    error = run_backward_hopper<HopperBackward<S, kWidth, false, kDropout>>(a, g, stream);
   if (!error && (g.grad_key.data || g.grad_value.data))
-    error = run_backward_hopper<HopperBackward<S, kWidth, true>>(a, g, stream);
+    error = run_backward_hopper<HopperBackward<S, kWidth, true, kDropout>>(a, g, stream);
   return error;
+}
+template <class S, int kWidth>
+const char* backward_hopper(const Attention& a, const AttentionGrad& g, Stream stream) {
+  return a.dropout.seed ? backward_hopper<S, kWidth, true>(a, g, stream)
+                        : backward_hopper<S, kWidth, false>(a, g, stream);
 }
 template <class S>
 const char* backward_hopper(const Attention& a, const AttentionGrad& g, Stream stream) {

@@ -6,10 +6,10 @@
 
 namespace mha_ext::cuda {
 
-template <class S_, int kWidth_, bool kOwnsKeys_>
+template <class S_, int kWidth_, bool kOwnsKeys_, bool kDropout_>
 struct HopperBackward {
   using S = S_;
-  static constexpr bool kOwnsKeys = kOwnsKeys_;
+  static constexpr bool kOwnsKeys = kOwnsKeys_, kDropout = kDropout_;
   static constexpr bool kScores = true, kValues = kOwnsKeys;  // dK or dQ; dV
   static constexpr int kWidth = kWidth_, kPanels = kWidth / 64, kFragments = 1;
   static constexpr int kConsumers = 2, kThreads = (1 + kConsumers) * kGroup;
@@ -249,13 +249,34 @@ DEVICE void hopper_visible(const Attention& a, const HopperPlace& at, HopperPair
     pairs.visible[part] = bits[0];
   }
 }
+// What is not among the pairs becomes 0.
 template <class F>
-DEVICE void hide(const HopperPairs<F>& pairs, float (&c)[1][F::kColumns][4]) {
-  if (!pairs.partial) return;
+DEVICE void select_pairs(const uint32_t (&pairs)[F::kParts], float (&c)[1][F::kColumns][4]) {
 #pragma unroll
   for (int part = 0; part < F::kParts; part++) {
-    const uint32_t bits[1] = {pairs.visible[part]};
+    const uint32_t bits[1] = {pairs[part]};
     select_tile<typename F::Part>(bits, 0, part_of(c, part));
+  }
+}
+template <class F>
+DEVICE void hide(const HopperPairs<F>& pairs, float (&c)[1][F::kColumns][4]) {
+  if (pairs.partial) select_pairs<F>(pairs.visible, c);
+}
+
+// The pairs of a tile that dropout keeps, one part after the other: registers are full.
+template <class F>
+DEVICE void hopper_kept(const Attention& a, const HopperPlace& at, uint32_t (&kept)[F::kParts]) {
+  using Part = typename F::Part;
+  const int64_t own0 = (int64_t)at.own * 16;
+#pragma unroll 1
+  for (int part = 0; part < F::kParts; part++) {
+    const int64_t other0 = (int64_t)at.tile * F::kOthers + 64 * part;
+    uint32_t bits[1];
+    if constexpr (F::kOwnsKeys)
+      fragment_bits_across<Part>(kept_words_across<Part>(a, at.b, at.h, other0, own0), bits);
+    else
+      kept_bits<Part>(a, at.b, at.h, own0, other0, bits);
+    (part == 0 ? kept[0] : kept[F::kParts - 1]) = bits[0];
   }
 }
 

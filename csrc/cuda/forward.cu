@@ -16,7 +16,9 @@ const char* forward_of<Float16>(const Attention& a, void* scratch, Stream stream
 
 int64_t forward_scratch_bytes(const Attention& a) {
   const bool half = a.dtype == DType::kBFloat16 || a.dtype == DType::kFloat16;
-  const int64_t parts = (half ? packed_mask_bytes(a) : 0) + parts_bytes(a);
+  int64_t parts = parts_bytes(a);
+  if (half) parts += packed_mask_bytes(a);
+  if (half && hopper_takes(a)) parts += aligned_bytes(a);
   if (!is_split(a)) return parts;
   int64_t at = ceil_div(parts, 256) * 256;
   take_planes(at, nullptr, a.batch * a.kv_heads, a.keys, a.head_dim);

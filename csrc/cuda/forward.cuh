@@ -1,6 +1,7 @@
 // What the forward kernels share: the cut of the keys into parts, what a part leaves for the
 // others, and the end of a row.
 #pragma once
+#include "aligned.cuh"
 #include "softmax.cuh"
 
 namespace mha_ext::cuda {
@@ -40,12 +41,13 @@ HOST_DEVICE KeyParts key_parts(const Attention& a) {
   return {max_of(1, ceil_div(a.keys, size)), size};
 }
 
-// A bias is read faster by the other kernel, which copies it beside the keys.
+// Once align_rows has been. A bias is read faster by the other kernel, which copies it beside the
+// keys.
 inline bool hopper_takes(const Attention& a) {
   constexpr int64_t kOneFragment = 64;
   return !a.bias.data && a.queries > kOneFragment && key_parts(a).count == 1 &&
-         max_of(a.head_dim, a.value_dim) <= 256 && in_pieces(a.query) && in_pieces(a.key) &&
-         in_pieces(a.value) && on_hopper();
+         max_of(a.head_dim, a.value_dim) <= 256 && (copies_are_little(a) || all_in_pieces(a)) &&
+         on_hopper();
 }
 
 // What parts leave: sums of P V, and the level and sum of P of each row. The rows [B H Lq] are cut

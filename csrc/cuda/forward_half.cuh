@@ -342,7 +342,8 @@ const char* forward_of_half(const Attention& given, void* scratch, Stream stream
   Attention a = given;
   if (const char* error = pack_mask(a, scratch, stream)) return error;
   if (hopper_takes(a)) {
-    const char* error = forward_hopper_of<S>(a, stream);
+    const char* error = align_rows(a, nullptr, scratch, stream);
+    if (!error) error = forward_hopper_of<S>(a, stream);
     return error ? error
                  : finish_rows<S>(a, partial_sums<float>(a, scratch), key_parts(a), a.queries,
                                   stream);

@@ -169,6 +169,7 @@ class Library:
         """One kernel of the seam, with scratch memory that holds NaN."""
         addresses = [ctypes.byref(struct) for struct in structs]
         scratch = []
+        self.start()  # how much scratch it takes may depend on the GPU
         if kernel != "forward_tangent":
             sized = f"emulated_{kernel.removesuffix('_tangent')}_scratch_bytes"
             of = [ctypes.byref(s) for s in structs if not isinstance(s, AttentionTangent)]

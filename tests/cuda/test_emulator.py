@@ -140,17 +140,15 @@ PROBLEM = Problem(torch.bfloat16, 1, 1, queries=70, keys=200, head_dim=64, mask=
 def mutated(
     folder: Path, file: str, old: str, new: str, sources: Mapping[str, str] = SOURCES
 ) -> Path:
-    """A copy of the headers in which `old`, which must be there once, is `new`; and these sources."""
+    """A copy of the headers, and these sources; `old`, which must be there once, is `new`."""
     kernels = folder / "csrc/cuda"
     kernels.mkdir(parents=True)
     (folder / "csrc/spec").symlink_to(emulated.ROOT / "csrc/spec")
-    for source in emulated.KERNELS.glob("*.*h"):
-        text = source.read_text()
-        if source.name == file:
+    headers = {path.name: path.read_text() for path in emulated.KERNELS.glob("*.*h")}
+    for name, text in (headers | dict(sources)).items():
+        if name == file:
             assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {file}"
             text = text.replace(old, new)
-        (kernels / source.name).write_text(text)
-    for name, text in sources.items():
         (kernels / name).write_text(text)
     return kernels
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,12 @@ NARROW = """
 namespace mha_ext::cuda {
 template <>
 const char* backward_hopper_of<BFloat16>(const Attention& a, const AttentionGrad& g, Stream stream) {
-  return backward_hopper<BFloat16, 64>(a, g, stream);
+  return backward_hopper<BFloat16, 64, false>(a, g, stream);
 }
 }
 """
 SOURCES: Mapping[str, str] = {"backward.cu": BACKWARD, "narrow.cu": NARROW, "rest.cu": REST}
+DROPOUT_SOURCES = {**SOURCES, "narrow.cu": NARROW.replace("64, false>", "64, true>")}
 
 # options of the problem, and of the operator
 CASES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
@@ -52,10 +53,14 @@ CASES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"queries": 300, "keys": 260, "head_dim": 128, "mask": "b11k", "batch": 2}, {"right": 0}),
     ({"queries": 300, "keys": 260, "mask": "bhqk", "heads": 4, "squares": True}, {}),
     ({"queries": 400, "keys": 520, "head_dim": 128, "mask": "b1qk", "squares": True}, {"right": 0}),
-)
+    ({"queries": 150, "keys": 200, "dropout_p": 0.3}, {}),
+    ({"queries": 260, "keys": 300, "heads": 4, "kv_heads": 2, "head_dim": 128, "dropout_p": 0.5}, {"right": 0}),
+    ({"queries": 200, "keys": 260, "batch": 2, "mask": "bhqk", "dropout_p": 0.2, "value_dim": 40}, {}),
+)  # fmt: skip
 
 
 Band = dict[str, Any]
+Case = tuple[dict[str, Any], Band]
 
 
 def in_squares(mask: torch.Tensor) -> torch.Tensor:
@@ -223,6 +228,40 @@ MUTATIONS = {
     "no care": (FILE, "answer(partial && !finite)", "answer(false)", "wrong"),
     "head of a group": (TILES, "    tile = first;\n    h++;", "    tile = first;", "wrong"),
 }  # fmt: skip
+DROPOUT_MUTATIONS = {
+    "none": ("tile.cuh", "row * kRowBytes", "kRowBytes * row", ""),
+    "dP of dropped pairs": (FILE, "    select_pairs<F>(kept, tile.dp);\n", "", "wrong"),
+    "factor of dP": (
+        FILE,
+        "    scale_fragments((float)a.dropout.keep_scale, tile.dp);\n",
+        "",
+        "wrong",
+    ),
+    "factor of grad_value": (
+        FILE,
+        "F::kDropout ? (float)a.dropout.keep_scale : 1,",
+        "1,",
+        "wrong numbers in grad_value",
+    ),
+    "Z of dropped pairs": (
+        FILE,
+        "kDropout && F::kValues) select",
+        "kDropout && !F::kValues) select",
+        "wrong numbers in grad_value",
+    ),
+    "second part": (
+        TILES,
+        "kept_bits<Part>(a, at.b, at.h, own0, other0, bits)",
+        "kept_bits<Part>(a, at.b, at.h, own0, other0 - 64 * part, bits)",
+        "wrong numbers in grad_query",
+    ),
+    "head of a group": (
+        TILES,
+        "kept_words_across<Part>(a, at.b, at.h,",
+        "kept_words_across<Part>(a, at.b, 0,",
+        "wrong numbers in grad_key|wrong numbers in grad_value",
+    ),
+}  # fmt: skip
 
 
 FORWARD = """
@@ -345,7 +384,7 @@ const char* backward(const Attention& given, const AttentionGrad& g, void* scrat
   Attention a = given;
   if (const char* error = pack_mask(a, scratch, stream)) return error;
   const char* error = run_delta<BFloat16>(a, g, stream);
-  return error ? error : backward_hopper<BFloat16, 64>(a, g, stream);
+  return error ? error : backward_hopper<BFloat16, 64, false>(a, g, stream);
 }
 }
 """
@@ -409,10 +448,10 @@ def test_mutations_under_a_mask(name: str, tmp_path: Path) -> None:
         assert any(part in found for part in sign.split("|")) and found, f"caught as {found!r}"
 
 
-def verdict(library: Library) -> str:
+def verdict(library: Library, cases: Sequence[Case] = (CASES[0], CASES[2], CASES[5])) -> str:
     library.hopper = True
     for seed in range(3):
-        for of, band in (CASES[0], CASES[2], CASES[5]):
+        for of, band in cases:
             found = gradients(library, of, band, seed == 1, seed)
             if found:
                 return found
@@ -430,3 +469,12 @@ def test_mutations_are_caught(name: str, tmp_path: Path) -> None:
     library = Library(emulated.build(mutated(tmp_path, file, old, new, SOURCES), ["-O1"]))
     found = verdict(library)
     assert any(part in found for part in sign.split("|")), f"caught as {found!r}"
+
+
+@pytest.mark.parametrize("name", DROPOUT_MUTATIONS)
+def test_mutations_of_dropout(name: str, tmp_path: Path) -> None:
+    file, old, new, sign = DROPOUT_MUTATIONS[name]
+    library = Library(emulated.build(mutated(tmp_path, file, old, new, DROPOUT_SOURCES), ["-O1"]))
+    case = ({"queries": 200, "keys": 260, "heads": 4, "kv_heads": 2, "dropout_p": 0.4}, {})
+    found = verdict(library, [case])
+    assert any(part in found for part in sign.split("|")) and bool(found) == bool(sign), found
