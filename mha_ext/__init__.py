@@ -6,6 +6,8 @@
 ``mask`` is bool or integer, nonzero = attend. `mha_ext.reference` is the definition in plain PyTorch.
 """
 
+import importlib
+
 import torch  # noqa: F401  (its libraries must be loaded before _C)
 
 from mha_ext._build_check import check_torch_version
@@ -26,6 +28,14 @@ from mha_ext.summaries import (  # noqa: E402
 )
 
 __version__: str = _C.build_info()["version"]
+
+
+def __getattr__(name: str) -> object:
+    """The packages that few need, when they are asked for."""
+    if name in ("compat", "distributed", "integrations", "visualize"):
+        return importlib.import_module(f"mha_ext.{name}")
+    raise AttributeError(f"module 'mha_ext' has no attribute {name!r}")
+
 
 __all__ = [
     "AttentionBlock",

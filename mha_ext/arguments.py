@@ -49,9 +49,9 @@ def check_window(window: object) -> None:
             raise TypeError(
                 f"window {name} must be an int or None (unbounded), not {describe(side)}"
             )
-        if side < 0:
+        if not 0 <= side < 2**63:
             raise ValueError(
-                f"window {name} must be at least 0, not {side}; pass None for an unbounded side"
+                f"window {name} must be from 0 to 2**63 - 1, not {side}; pass None for an unbounded side"
             )
 
 
@@ -207,8 +207,12 @@ def scale_of(query: Tensor, scale: float | None) -> float:
             f"scale must be a float or None (1 / sqrt(D)), not {describe(scale)}; "
             "to learn it, multiply query by it"
         )
-    if not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be finite, not {scale}")
+    largest = 1.7976931348623157e308 if query.dtype == torch.float64 else 3.4028234663852886e38
+    if not -largest <= scale <= largest:
+        raise ValueError(
+            f"scale must be finite in {'float64' if query.dtype == torch.float64 else 'float32'}, in which scores are "
+            f"computed, not {describe(scale)}"
+        )
     return scale
 
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mha_ext.arguments import describe
+
 if TYPE_CHECKING:
     from mha_ext.modules import MultiHeadAttention
+
+
+class Extension(NamedTuple):
+    """What attention takes of a cache to which tokens are added, and what the cache is afterwards."""
+
+    key: Tensor
+    value: Tensor
+    lengths: Tensor
+    longest: int
+    same: bool
 
 
 class KVCache:
@@ -34,6 +47,8 @@ class KVCache:
     Attributes:
         key: [batch, kv_heads, max_length, head_dim]; value: [..., value_head_dim].
         lengths: int64 [batch]: how many tokens of each sequence are there.
+        longest: the largest of them. Not on the CPU it may be more after ``new_lengths``, since that would wait for
+            the device. A mask, bias or key_padding_mask of the next L tokens has longest + L keys.
     """
 
     def __init__(
@@ -47,21 +62,25 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        for name, size in (("batch", batch), ("kv_heads", kv_heads), ("max_length", max_length)):
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        sizes = {"batch": batch, "kv_heads": kv_heads, "max_length": max_length}
+        for name, size in (
+            sizes | {"head_dim": head_dim, "value_head_dim": value_head_dim}
+        ).items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
                 raise ValueError(f"{name} must be an int of at least 0, but is {size!r}")
-        value_head_dim = head_dim if value_head_dim is None else value_head_dim
         shape = (batch, kv_heads, max_length)
-        self.key = torch.empty((*shape, head_dim), device=device, dtype=dtype)
-        self.value = torch.empty((*shape, value_head_dim), device=device, dtype=dtype)
+        # Rows without any visible key may average over what no token has written yet.
+        self.key = torch.zeros((*shape, head_dim), device=device, dtype=dtype)
+        self.value = torch.zeros((*shape, value_head_dim), device=device, dtype=dtype)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._longest = 0  # of lengths (or more), known without asking the device
-        self._same = True  # whether all lengths are _longest
+        self.longest = 0
+        self._same = True  # whether all lengths are `longest`
 
     @classmethod
     def of(cls, layer: MultiHeadAttention, batch: int, max_length: int) -> KVCache:
         """One for a layer, on its device and in its dtype."""
-        weight = layer.k_proj.weight
+        weight = next(layer.k_proj.parameters())  # of what wraps it, too
         return cls(
             batch,
             layer.num_kv_heads // (layer.parallel.head_ranks if layer.parallel else 1),
@@ -76,6 +95,14 @@ class KVCache:
     def max_length(self) -> int:
         return self.key.shape[2]
 
+    def __repr__(self) -> str:
+        batch, heads, length, width = self.key.shape
+        return (
+            f"KVCache(batch={batch}, kv_heads={heads}, max_length={length}, head_dim={width}, "
+            f"value_head_dim={self.value.shape[3]}, device={str(self.key.device)!r}, dtype={self.key.dtype}, "
+            f"lengths={self.lengths.tolist()})"
+        )
+
     def append(
         self, key: Tensor, value: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,6 +115,12 @@ class KVCache:
             ValueError: where shapes do not fit, or a sequence would grow beyond max_length.
             RuntimeError: where a gradient would be needed.
         """
+        extension = self.extension(key, value, lengths)
+        self.commit(extension)
+        return extension[:3]
+
+    def extension(self, key: Tensor, value: Tensor, lengths: Tensor | None = None) -> Extension:
+        """`append` up to `commit`: the tokens are written, but behind the end, where nobody sees them."""
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise RuntimeError(
                 "key and value must not need gradients where they are cached, but do; call the layer under "
@@ -103,52 +136,63 @@ class KVCache:
         count = key.shape[2]
         if lengths is not None:
             _check_lengths(lengths, len(self.lengths), count)
-        if self._longest + count > self.max_length:
-            # The bound may be too careful where lengths differ: ask.
-            added = count if lengths is None else lengths
-            self._longest = int(self.lengths.max()) if len(self.lengths) else 0
-            longest = int((self.lengths + added).max()) if len(self.lengths) else count
-            if longest > self.max_length:
-                raise ValueError(
-                    f"max_length must be at least {longest} for these tokens, but is {self.max_length}; make a larger "
-                    "KVCache, or drop old tokens"
-                )
-        place = self.positions(count, lengths)
-        kept_tokens = None
-        if lengths is None:
-            self.lengths = self.lengths + count
-        else:
-            kept_tokens = place >= self.lengths[:, None]  # [B, L]
-            self.lengths = self.lengths + lengths.to(self.lengths)
-        self._longest = min(self._longest + count, self.max_length)
-        if self._same and lengths is None:  # all at the same place: slices
-            end = self._longest
-            self.key[:, :, end - count : end] = key
-            self.value[:, :, end - count : end] = value
-            return self.key[:, :, :end], self.value[:, :, :end], self.lengths
-        self._same = False
-        batch = torch.arange(len(self.lengths), device=self.lengths.device)[:, None].expand_as(
-            place
-        )
-        if kept_tokens is not None:
-            batch, place = batch[kept_tokens], place[kept_tokens]
-        for buffer, new in ((self.key, key), (self.value, value)):
-            rows = new.transpose(1, 2)  # [B, L, Hkv, D]
-            buffer.transpose(1, 2)[batch, place] = (
-                rows if kept_tokens is None else rows[kept_tokens]
+        grown = self.lengths + (count if lengths is None else lengths.to(self.lengths))
+        same = self._same and lengths is None
+        longest = self.longest + count
+        if longest > self.max_length or not same:
+            longest = self._longest_of(grown, longest)
+        if longest > self.max_length:
+            raise ValueError(
+                f"max_length must be at least {longest} for these tokens, but is {self.max_length}; make a larger "
+                "KVCache, or drop old tokens"
             )
-        return self.key[:, :, : self._longest], self.value[:, :, : self._longest], self.lengths
+        if same:  # all at the same place: slices
+            self.key[:, :, longest - count : longest] = key
+            self.value[:, :, longest - count : longest] = value
+        else:
+            place = self.positions(count, lengths)
+            batch = torch.arange(len(grown), device=grown.device)[:, None].expand_as(place)
+            real = None if lengths is None else place >= self.lengths[:, None]  # [B, L]
+            if real is not None:
+                batch, place = batch[real], place[real]
+            for buffer, new in ((self.key, key), (self.value, value)):
+                rows = new.transpose(1, 2)  # [B, L, Hkv, D]
+                buffer.transpose(1, 2)[batch, place] = rows if real is None else rows[real]
+        return Extension(self.key[:, :, :longest], self.value[:, :, :longest], grown, longest, same)
+
+    def commit(self, extension: Extension) -> None:
+        """The tokens of an `extension` are part of the past."""
+        self.lengths, self.longest, self._same = extension[2:]
+
+    def _longest_of(self, lengths: Tensor, bound: int) -> int:
+        """The largest of the lengths, or, rather than wait for a device, a bound that the buffers hold."""
+        cheap = lengths.is_cpu and not torch.compiler.is_compiling()
+        if len(lengths) and (cheap or bound > self.max_length):
+            return int(lengths.max())
+        return bound
 
     def truncate(self, lengths: Tensor | int) -> None:
-        """Forgets all tokens at or past ``lengths`` (one for all, or [B]), as after a rejected draft."""
-        self.lengths = torch.minimum(
-            self.lengths,
-            torch.as_tensor(lengths, device=self.lengths.device).expand_as(self.lengths),
-        )
-        if isinstance(lengths, int):
-            self._longest = min(self._longest, lengths)
-        else:
-            self._same = False
+        """Forgets all tokens at or past ``lengths`` (one for all, or [B]), as after a rejected draft.
+
+        Raises:
+            TypeError, ValueError: where ``lengths`` is not an integer of at least 0, or an integer tensor [B].
+        """
+        if isinstance(lengths, Tensor):
+            _check_lengths(lengths, len(self.lengths), None, "lengths")
+            lengths = lengths.to(self.lengths)
+            self.lengths = torch.minimum(self.lengths, lengths.clamp_min(0))
+            self.longest, self._same = self._longest_of(self.lengths, self.longest), False
+            return
+        if isinstance(lengths, bool) or not isinstance(lengths, int):
+            raise TypeError(
+                f"lengths must be an int or an integer tensor [{len(self.lengths)}], but is {describe(lengths)}"
+            )
+        if lengths < 0:
+            raise ValueError(
+                f"lengths must be at least 0, but is {lengths}; truncate(0) forgets everything"
+            )
+        self.lengths = self.lengths.clamp_max(lengths)
+        self.longest = min(self.longest, lengths)
 
     def positions(self, count: int, new_lengths: Tensor | None = None) -> Tensor:
         """[B, count]: where the next ``count`` tokens stand; negative for padding on the left."""
@@ -158,25 +202,40 @@ class KVCache:
         return self.lengths[:, None] + token
 
     def reorder(self, indices: Tensor) -> None:
-        """Sequence i becomes what sequence ``indices[i]`` was, as beam search needs it."""
+        """Sequence i becomes what sequence ``indices[i]`` was, as beam search needs it.
+
+        Raises:
+            TypeError, ValueError: where ``indices`` is not an integer tensor [n] of sequences.
+        """
+        _check_lengths(
+            indices,
+            len(indices) if isinstance(indices, Tensor) and indices.dim() else 0,
+            None,
+            "indices",
+        )
         self.key, self.value = self.key[indices], self.value[indices]
         self.lengths = self.lengths[indices]
+        self.longest = self._longest_of(self.lengths, self.longest)
 
 
-def _check_lengths(lengths: Tensor, batch: int, count: int) -> None:
+def _check_lengths(
+    lengths: Tensor, batch: int, count: int | None, name: str = "new_lengths"
+) -> None:
+    """Raises unless they are integers [batch], from 0 to ``count`` where that can be seen without waiting."""
+    if not isinstance(lengths, Tensor):
+        raise TypeError(
+            f"{name} must be an integer tensor [{batch}], but is {describe(lengths)}; pass torch.tensor({name})"
+        )
     if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
         raise ValueError(
-            f"new_lengths must be an integer tensor [{batch}], one for each sequence, but is {lengths.dtype} "
-            f"{list(lengths.shape)}; it counts the real tokens, which stand at the end"
+            f"{name} must be an integer tensor [{batch}], one for each sequence, but is {lengths.dtype} "
+            f"{list(lengths.shape)}"
         )
-    if (
-        lengths.is_cpu
-        and len(lengths)
-        and not 0 <= int(lengths.min()) <= int(lengths.max()) <= count
-    ):
-        raise ValueError(
-            f"new_lengths must be from 0 to the number of new tokens, {count}, but are {lengths.tolist()}; clamp them"
-        )
+    if not lengths.is_cpu or not len(lengths):
+        return
+    if int(lengths.min()) < 0 or count is not None and int(lengths.max()) > count:
+        allowed = "at least 0" if count is None else f"from 0 to the number of new tokens, {count}"
+        raise ValueError(f"{name} must be {allowed}, but are {lengths.tolist()}; clamp them")
 
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
@@ -192,8 +251,22 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     Returns:
         [B, H, L, D] in x's dtype and memory order; computed in float32 (float64 for float64).
 
+    Raises:
+        TypeError, ValueError: where an argument is not so.
+
     Source: Su et al., "RoFormer" (2021), equation 34, with halves in place of neighbours, as in LLaMA.
     """
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(
+            f"x must be a floating tensor [B, H, L, D], but is {x.dtype if isinstance(x, Tensor) else describe(x)}"
+        )
+    if x.dim() != 4:
+        raise ValueError(f"x must be [B, H, L, D], but is {list(x.shape)}; split the heads first")
+    check_positions(positions, x.shape[0], x.shape[2])
+    if isinstance(base, bool) or not isinstance(base, int | float) or not 0 < base < math.inf:
+        raise ValueError(
+            f"base must be a positive number, but is {base!r}; 10000.0 is the usual one"
+        )
     width = x.shape[-1]
     if width % 2:
         raise ValueError(
@@ -206,3 +279,20 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     cos, sin = angles.cos(), angles.sin()
     first, second = x.to(wide).chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def check_positions(positions: object, batch: int, length: int) -> None:
+    """Raises unless they are integers [L] or [B, L]."""
+    if not isinstance(positions, Tensor):
+        raise TypeError(
+            f"positions must be an integer tensor [{length}] or [{batch}, {length}], but is {describe(positions)}; "
+            "pass torch.as_tensor(positions)"
+        )
+    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        raise TypeError(
+            f"positions must be integers, but are {positions.dtype}; pass positions.long()"
+        )
+    if positions.shape not in ((length,), (batch, length), (1, length)):
+        raise ValueError(
+            f"positions must be [{length}] or [{batch}, {length}], but are {list(positions.shape)}"
+        )

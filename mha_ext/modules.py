@@ -17,7 +17,7 @@ from mha_ext.arguments import (
     check_empty_rows,
     check_window,
 )
-from mha_ext.cache import KVCache, rotate
+from mha_ext.cache import KVCache, check_positions, rotate
 from mha_ext.functional import (
     attention_with_lse,
     merged_attention,
@@ -183,7 +183,8 @@ class MultiHeadAttention(nn.Module):
             mask: bool or integer, nonzero = attend: [Lq, Lk], or four dimensions broadcastable to
                 [B, H, Lq, Lk].
             bias: added to the scaled scores, broadcastable to [B, H, Lq, Lk], with a gradient.
-            key_padding_mask: bool or integer [B, Lk], nonzero = attend; combined with ``mask``.
+            key_padding_mask: bool or integer [B, Lk], nonzero = attend; combined with ``mask``. With ``cache``, Lk
+                counts what is there already: cache.longest + Lq.
             key_lengths: integer [B]; keys at or past the length are masked, and skipped.
             causal: overrides the layer's own.
             positions: integer [Lq] or [B, Lq], for rotary embedding in self-attention; 0, 1, 2 … by
@@ -207,9 +208,11 @@ class MultiHeadAttention(nn.Module):
         self._check_inputs(query, key, value)
         if cache is not None or new_lengths is not None or positions is not None:
             self._check_incremental(
-                key is query, key_lengths, causal, positions, cache, new_lengths
+                query, key is query, key_lengths, causal, positions, cache, new_lengths
             )
-        mask = _join_masks(mask, key_padding_mask, key)
+        if mask is not None or key_padding_mask is not None:
+            past = 0 if cache is None else cache.longest
+            mask = _join_masks(mask, key_padding_mask, query, key, past)
         causal = self.causal if causal is None else causal
 
         projections: Any = self._modules  # what self.q_proj finds, sooner
@@ -241,8 +244,10 @@ class MultiHeadAttention(nn.Module):
                 positions = cache.positions(query.shape[1], new_lengths)
             q = rotate(q, _positions(positions, q), self.rotary_base)
             k = rotate(k, _positions(positions if key is query else None, k), self.rotary_base)
+        extension = None
         if cache is not None:
-            k, v, key_lengths = cache.append(k, v, new_lengths)
+            extension = cache.extension(k, v, new_lengths)
+            k, v, key_lengths = extension[:3]
             causal = "lower_right"
         attend: Any = attention_with_lse
         weigh: Any = weights_from_lse
@@ -260,6 +265,8 @@ class MultiHeadAttention(nn.Module):
             dropout_p=dropout,
             empty_rows=self.empty_rows,
         )
+        if extension is not None and cache is not None:
+            cache.commit(extension)  # a call that is refused leaves no tokens
         out = projections["out_proj"](out.transpose(1, 2).flatten(2))  # [B, Lq, H·Dv]: a view
         if not need_weights:
             return out
@@ -280,6 +287,11 @@ class MultiHeadAttention(nn.Module):
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         width = self.query_dim
         query_shape = _checked_shape("query", "Lq", query, width)
+        _check_dtype("query", query, self.q_proj)
+        if key is not query:
+            _check_dtype("key", key, self.k_proj)
+        if value is not key:
+            _check_dtype("value", value, self.v_proj)
         key_shape = value_shape = query_shape
         if key is not query or self.key_dim != width:
             key_shape = value_shape = _checked_shape("key", "Lk", key, self.key_dim)
@@ -298,6 +310,7 @@ class MultiHeadAttention(nn.Module):
 
     def _check_incremental(
         self,
+        query: Tensor,
         is_self: bool,
         key_lengths: Tensor | None,
         causal: Causal | None,
@@ -310,6 +323,8 @@ class MultiHeadAttention(nn.Module):
                 "positions must be None without rotary embedding or with a key of its own, but is a tensor; build the "
                 "layer with rotary_base=10000.0"
             )
+        if positions is not None:
+            check_positions(positions, query.shape[0], query.shape[1])
         if cache is None:
             if new_lengths is not None:
                 raise ValueError(
@@ -325,12 +340,20 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(
                 "key must be None with a cache, but is a tensor; the cache holds the past of query itself"
             )
-        for name, given in (("key_lengths", key_lengths), ("causal", causal or None)):
-            if given is not None and given != "lower_right":
-                raise ValueError(
-                    f"{name} must be left out with a cache, which is causal and counts its own tokens; pass "
-                    "new_lengths for prompts of different lengths"
-                )
+        if key_lengths is not None:
+            raise ValueError(
+                "key_lengths must be left out with a cache, which counts its own tokens; pass new_lengths for prompts "
+                "of different lengths"
+            )
+        if causal is not None and causal not in (True, "lower_right"):
+            raise ValueError(
+                f'causal must be True, "lower_right" or left out with a cache, which is causal, but is {causal!r}'
+            )
+        if cache.key.shape[0] != query.shape[0]:
+            raise ValueError(
+                f"cache must have query's batch size {query.shape[0]}, but has {cache.key.shape[0]}; make one with "
+                "KVCache.of(layer, batch, max_length)"
+            )
 
     def extra_repr(self) -> str:
         shown = {"embed_dim": self.embed_dim, "num_heads": self.num_heads}
@@ -379,6 +402,19 @@ def _checked_shape(name: str, length: str, tensor: Tensor, width: int) -> torch.
     return shape
 
 
+def _check_dtype(name: str, tensor: Tensor, projection: nn.Module) -> None:
+    """What nn.Linear refuses without a name. What wraps one, or a hook before it, may change dtypes."""
+    if type(projection) not in (nn.Linear, FastLinear) or projection._forward_pre_hooks:
+        return
+    dtype = projection.weight.dtype
+    if isinstance(tensor, Tensor) and tensor.dtype != dtype:
+        if not torch.is_autocast_enabled(tensor.device.type):
+            raise TypeError(
+                f"{name} must have the layer's dtype {dtype}, not {tensor.dtype}; pass {name}.to({dtype}), or make it "
+                f"layer.to({tensor.dtype})"
+            )
+
+
 def _positions(positions: Tensor | None, heads: Tensor) -> Tensor:
     return torch.arange(heads.shape[2], device=heads.device) if positions is None else positions
 
@@ -404,16 +440,18 @@ def _check_positive(name: str, value: object) -> None:
         raise ValueError(f"{name} must be at least 1, not {value}")
 
 
-def _join_masks(mask: Tensor | None, padding: Tensor | None, key: Tensor) -> Tensor | None:
-    """One mask for the operator: broadcastable to [B, H, Lq, Lk], expanded nowhere."""
+def _join_masks(
+    mask: Tensor | None, padding: Tensor | None, query: Tensor, key: Tensor, past: int
+) -> Tensor | None:
+    """One mask for the operator: broadcastable to [B, H, Lq, Lk], expanded nowhere; ``past`` keys are cached."""
     if mask is not None:
         if not isinstance(mask, Tensor):
             raise TypeError(f"mask must be a bool or integer tensor, not {type(mask).__name__}")
         _check_not_floating("mask", mask)
-        if mask.dim() == 3:
+        if mask.dim() not in (2, 4):
             raise ValueError(
                 f"mask must be [Lq, Lk] or 4-D, not {list(mask.shape)}: pass mask[:, None] "
-                "if it is [B, Lq, Lk], mask[None] if it is [H, Lq, Lk]"
+                "if it is [B, Lq, Lk], mask[None] if it is [H, Lq, Lk], key_padding_mask=mask[None] if it is [Lk]"
             )
     if padding is None:
         return mask
@@ -422,14 +460,26 @@ def _join_masks(mask: Tensor | None, padding: Tensor | None, key: Tensor) -> Ten
             f"key_padding_mask must be a bool or integer tensor, not {type(padding).__name__}"
         )
     _check_not_floating("key_padding_mask", padding)
-    if padding.shape != key.shape[:2]:
+    batch, keys = key.shape[0], past + key.shape[1]
+    if padding.shape != (batch, keys):
         raise ValueError(
-            f"key_padding_mask must be [B, Lk] = {list(key.shape[:2])}, "
+            f"key_padding_mask must be [B, Lk] = {[batch, keys]}, "
             f"not {list(padding.shape)}; pass a mask of another shape as mask"
         )
     padding = padding[:, None, None, :]
     if mask is None:
         return padding
+    wanted = (batch, None, query.shape[1], keys)[
+        -mask.dim() :
+    ]  # who has how many heads is seen later
+    if any(
+        size != 1 and whole is not None and size != whole
+        for size, whole in zip(mask.shape, wanted, strict=True)
+    ):
+        raise ValueError(
+            f"mask must be [Lq, Lk] or broadcast to [B, H, Lq, Lk], with B = {batch}, Lq = {query.shape[1]} and "
+            f"Lk = {keys}, but is {list(mask.shape)}"
+        )
     for dim, stride in enumerate(mask.stride()):
         if stride == 0 and mask.shape[dim] > 1:
             mask = mask.narrow(dim, 0, 1)  # an expanded dimension need not be written out

@@ -6,6 +6,7 @@ them, and lets them go: memory is linear in the lengths, also for the gradients,
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mha_ext.arguments import check_tensors
+from mha_ext.arguments import check_tensors, describe
 from mha_ext.functional import attention_with_lse, weights_from_lse
 
 _ROWS = 64  # queries at a time: one block of the kernel
@@ -32,7 +33,7 @@ def attention_received(
     Returns:
         [B, H, Lk], float32 (float64 for float64). Summed over the keys it is the number of queries that see any.
     """
-    check_tensors(query, key, mask, options.get("bias"), options.get("key_lengths"))
+    _check(query, key, mask, options)
     parts = _chunks(lambda p: p.sum(2), query, key, mask, options)
     return torch.stack([*parts]).sum(0) if query.shape[2] else _empty(query, key.shape[2])
 
@@ -51,7 +52,7 @@ def attention_entropy(
 
     Source: Shannon (1948).
     """
-    check_tensors(query, key, mask, options.get("bias"), options.get("key_lengths"))
+    _check(query, key, mask, options)
     parts = _chunks(_entropy, query, key, mask, options)
     return torch.cat([*parts], -1) if query.shape[2] else _empty(query, 0)
 
@@ -70,22 +71,25 @@ def attention_topk(
 
     Args:
         query, key, mask, options: as in `attention_received`.
-        k: from 1 to Lk. Keys that a query may not see have the weight 0 and come last.
+        k: from 1 to Lk. Keys whose weight is 0 come last, in no order: those that a query may not see, and those
+            whose probability is too small for the dtype.
 
     Returns:
         The weights and the keys, [B, H, Lq, k].
 
     Raises:
-        ValueError: where k is not from 1 to Lk.
+        TypeError, ValueError: where k is not an int, or not from 1 to Lk.
     """
-    check_tensors(query, key, mask, options.get("bias"), options.get("key_lengths"))
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= key.shape[2]:
+    _check(query, key, mask, options)
+    if isinstance(k, Tensor) or not hasattr(k, "__index__") or isinstance(k, bool):
+        raise TypeError(f"k must be an int, not {describe(k)}; it stands before mask")
+    if not 1 <= (k := operator.index(k)) <= key.shape[2]:
         raise ValueError(
             f"k must be from 1 to the number of keys, {key.shape[2]}, but is {k}; pass min(k, key.shape[2])"
         )
     if not query.shape[2]:
-        empty = query.new_empty((*query.shape[:3], k))
-        return TopKeys(empty, empty.long())
+        weights = query.flatten(3).sum(-1, keepdim=True).expand(-1, -1, -1, k)
+        return TopKeys(weights, weights.long())
     parts = [*_chunks(lambda p: torch.topk(p, k), query, key, mask, options, widen=False)]
     return TopKeys(*(torch.cat(list(part), 2) for part in zip(*parts, strict=True)))
 
@@ -96,8 +100,27 @@ def _entropy(weights: Tensor) -> Tensor:
 
 
 def _empty(query: Tensor, length: int) -> Tensor:
+    """Zeros, which depend on query, as everything else does."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return query.new_zeros((*query.shape[:2], length), dtype=dtype)
+    return query.to(dtype).sum((2, 3))[..., None].expand(-1, -1, length)
+
+
+_OPTIONS = ("bias", "key_lengths", "causal", "window", "scale", "empty_rows")
+
+
+def _check(query: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
+    if "heads" in options or "rows" in options:
+        raise TypeError(
+            "heads and rows must be left out here: select them from query, as in query[:, [0, 3]]"
+        )
+    for name in options:
+        if name not in _OPTIONS:
+            raise TypeError(f"{name} must be left out: the options are {', '.join(_OPTIONS)}")
+    check_tensors(query, key, mask, options.get("bias"), options.get("key_lengths"))
+    if key.dim() != 4:
+        raise ValueError(
+            f"key must have 4 dimensions [batch, heads, length, head_dim], but has shape {list(key.shape)}"
+        )
 
 
 def _chunks(
@@ -109,10 +132,6 @@ def _chunks(
     widen: bool = True,
 ) -> Iterator[Any]:
     """reduce(P [B, H, rows, Lk]) for the queries, a few at a time."""
-    if "heads" in options or "rows" in options:
-        raise TypeError(
-            "heads and rows must be left out here: select them from query, as in query[:, [0, 3]]"
-        )
     value = key.new_empty((*key.shape[:3], 0))  # lse alone is wanted
     _, lse, lse_low = attention_with_lse(query, key, value, mask, **options)
 
@@ -122,8 +141,11 @@ def _chunks(
         return reduce(p.float() if widen and p.dtype in (torch.float16, torch.bfloat16) else p)
 
     bias = options.get("bias")
-    differentiable = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (query, key, bias)
+    # torch.func knows no checkpoints: there the probabilities are kept.
+    differentiable = (
+        torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (query, key, bias))
+        and not torch._C._are_functorch_transforms_active()
     )
     for first in range(0, query.shape[2], _ROWS):
         rows = [*range(first, min(first + _ROWS, query.shape[2]))]

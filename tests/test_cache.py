@@ -77,6 +77,44 @@ def test_weights_masks_and_blocks() -> None:
 
 
 @torch.no_grad()
+def test_masks_of_sequences_of_different_lengths() -> None:
+    """A mask has `longest` + L keys, and `longest` is that of the real tokens."""
+    attention = layer()
+    x = torch.randn(2, 6, 24, dtype=DOUBLE)
+    cache = KVCache.of(attention, batch=2, max_length=9)
+    assert not cache.key.any() and not cache.value.any()
+    attention(x[:, :5], cache=cache, new_lengths=torch.tensor([2, 3]))
+    assert cache.longest == 3
+    padding = torch.tensor([[True, False, True, False], [False, True, True, True]])
+    found, weights = attention(x[:, 5:], cache=cache, key_padding_mask=padding, need_weights=True)
+    assert weights.shape == (2, 4, 1, 4)
+    for b, count in enumerate((2, 3)):
+        whole = x[b : b + 1, 5 - count :]
+        expected = attention(whole, key_padding_mask=padding[b : b + 1, : count + 1])
+        assert_close(found[b], expected[0, -1:])
+    cache.truncate(torch.tensor([2, 1]))
+    assert cache.longest == 2 and "lengths=[2, 1]" in repr(cache)
+
+
+@torch.no_grad()
+def test_of_a_layer_whose_projections_are_wrapped() -> None:
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.inner(x)
+            return found
+
+    attention = layer()
+    x = torch.randn(2, 4, 24, dtype=DOUBLE)
+    expected = attention(x)
+    attention.k_proj = Wrapped(attention.k_proj)  # type: ignore[assignment]
+    assert_close(attention(x, cache=KVCache.of(attention, 2, 4)), expected)
+
+
+@torch.no_grad()
 def test_truncate_and_reorder() -> None:
     attention = layer()
     x, other = torch.randn(2, 6, 24, dtype=DOUBLE), torch.randn(2, 3, 24, dtype=DOUBLE)
@@ -117,21 +155,57 @@ def test_errors() -> None:
         cases: list[tuple[dict[str, Any], str]] = [
             ({"key": x.clone()}, "key must be None with a cache"),
             ({"key_lengths": torch.tensor([1, 2])}, "key_lengths must be left out with a cache"),
-            ({"causal": "upper_left"}, "causal must be left out with a cache"),
+            (
+                {"causal": "upper_left"},
+                "causal must be True, .* or left out with a cache, .* 'upper_",
+            ),
+            (
+                {"causal": False},
+                "causal must be True, .* or left out with a cache, .* but is False",
+            ),
+            ({"new_lengths": [1, 2]}, r"new_lengths must be an integer tensor \[2\], but is list"),
+            ({"mask": torch.ones(2, 2).bool()}, r"mask must broadcast to .*\[2, 4, 3, 3\]"),
+            ({"bias": torch.zeros(2, 2, dtype=DOUBLE)}, r"bias must broadcast to"),
+            ({"key_padding_mask": torch.ones(2, 4).bool()}, r"key_padding_mask must be .*\[2, 3\]"),
             ({"positions": torch.arange(3)}, "positions must be None without rotary embedding"),
             ({"new_lengths": torch.tensor([1.0, 2.0])}, "new_lengths must be an integer tensor"),
             ({"new_lengths": torch.tensor([1, 4])}, "new_lengths must be from 0 to the number of"),
             ({"cache": {}}, "cache must be a mha_ext.KVCache, not dict"),
-            ({"cache": KVCache(3, 2, 6, 6, dtype=DOUBLE)}, r"key must be \[3, 2, 3, 6\]"),
+            ({"cache": KVCache(3, 2, 6, 6, dtype=DOUBLE)}, "cache must have query's batch size 2"),
+            ({"cache": KVCache(2, 4, 6, 6, dtype=DOUBLE)}, r"key must be \[2, 4, 3, 6\]"),
         ]
         for options, message in cases:
             with pytest.raises((ValueError, TypeError), match=message):
                 attention(x, **{"cache": cache, **options})
-        assert cache.lengths.tolist() == [0, 0]
+        assert cache.lengths.tolist() == [0, 0] and cache.longest == 0
+        assert_close(attention(x, cache=cache, causal=True), attention(x))  # as if nothing had been
+        refused: list[tuple[Any, str]] = [
+            (lambda: cache.truncate(-1), "lengths must be at least 0, but is -1"),
+            (
+                lambda: cache.truncate(2.5),
+                "lengths must be an int or an integer tensor .* float 2.5",
+            ),  # type: ignore[arg-type]
+            (lambda: cache.truncate(torch.tensor([1.0, 2.0])), "lengths must be an integer tensor"),
+            (
+                lambda: cache.truncate(torch.tensor([1, -2])),
+                r"lengths must be at least 0, but are \[",
+            ),
+            (lambda: cache.reorder(1), "indices must be an integer tensor"),  # type: ignore[arg-type]
+            (
+                lambda: cache.reorder(torch.tensor([True, False])),
+                "indices must be an integer tensor",
+            ),
+        ]
+        for call, message in refused:
+            with pytest.raises((ValueError, TypeError), match=message):
+                call()
+        assert cache.lengths.tolist() == [3, 3]
         with pytest.raises(ValueError, match="new_lengths must be None without a cache"):
             attention(x, new_lengths=torch.tensor([1, 2]))
     with pytest.raises(ValueError, match="max_length must be an int of at least 0, but is -1"):
         KVCache(1, 1, -1, 4)
+    with pytest.raises(ValueError, match="value_head_dim must be an int of at least 0, but is 1.5"):
+        KVCache(1, 1, 4, 4, 1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="head_dim must be even with rotary_base, not 3"):
         mha_ext.MultiHeadAttention(6, 2, rotary_base=10000.0)
     with pytest.raises(ValueError, match="rotary_base must be positive, not 0"):
@@ -140,6 +214,23 @@ def test_errors() -> None:
         mha_ext.MultiHeadAttention(8, 2, rotary_base=True)
     with pytest.raises(ValueError, match="head_dim must be even for rotary embedding, but is 3"):
         mha_ext.rotate(torch.rand(1, 1, 2, 3), torch.arange(2))
+    x = torch.rand(2, 1, 3, 4)
+    for arguments, message in (
+        ((x.long(), torch.arange(3)), "x must be a floating tensor"),
+        ((x[0], torch.arange(3)), r"x must be \[B, H, L, D\], but is \[1, 3, 4\]"),
+        ((x, [0, 1, 2]), r"positions must be an integer tensor \[3\] or \[2, 3\], but is list"),
+        ((x, torch.arange(3.0)), "positions must be integers, but are torch.float32"),
+        ((x, torch.arange(4)), r"positions must be \[3\] or \[2, 3\], but are \[4\]"),
+        ((x, torch.arange(3), 0.0), "base must be a positive number, but is 0.0"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            mha_ext.rotate(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"positions must be \[3\] or \[2, 3\], but are \[1, 2, 3\]"
+    ):
+        layer(rotary_base=10000.0)(
+            torch.rand(2, 3, 24, dtype=DOUBLE), positions=torch.ones(1, 2, 3).long()
+        )
 
 
 def by_complex_numbers(x: Tensor, positions: Tensor, base: float) -> Tensor:

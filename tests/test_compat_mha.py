@@ -274,11 +274,32 @@ def test_converters(widths: dict[str, int], bias: bool) -> None:
         same(again(x, key, value, average_attn_weights=False), expected)
 
 
+@pytest.mark.parametrize("widths", [{}, {"kdim": 10, "vdim": 14}])
+def test_frozen_parameters_stay_so(widths: dict[str, int]) -> None:
+    theirs = nn.MultiheadAttention(12, 3, **widths)
+    theirs.requires_grad_(False)
+    theirs.out_proj.bias.requires_grad_(True)
+    ours = compat.to_multi_head_attention(theirs)
+    assert [n for n, p in ours.named_parameters() if p.requires_grad] == ["out_proj.bias"]
+    back = compat.to_torch(ours)
+    assert [n for n, p in back.named_parameters() if p.requires_grad] == ["out_proj.bias"]
+
+
 def test_what_cannot_be_converted_says_so() -> None:
     with pytest.raises(ValueError, match="it has add_zero_attn"):
         compat.to_multi_head_attention(nn.MultiheadAttention(4, 2, add_zero_attn=True))
     with pytest.raises(ValueError, match="its num_kv_heads is 1"):
         compat.to_torch(mha_ext.MultiHeadAttention(4, 2, num_kv_heads=1))
+    with pytest.raises(ValueError, match="its rotary_base is 100.0"):
+        compat.to_torch(mha_ext.MultiHeadAttention(4, 2, rotary_base=100.0))
+    with pytest.raises(ValueError, match="its empty_rows is uniform"):
+        compat.to_torch(mha_ext.MultiHeadAttention(4, 2, empty_rows="uniform"))
+    uneven = mha_ext.MultiHeadAttention(4, 2)
+    uneven.k_proj.requires_grad_(False)
+    with pytest.raises(
+        ValueError, match="q_proj, k_proj and v_proj must all need gradients or none"
+    ):
+        compat.to_torch(uneven)
     with pytest.raises(TypeError, match="must be an nn.MultiheadAttention itself, not Linear"):
         compat.from_torch(nn.Linear(2, 2))  # type: ignore[arg-type]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import mha_ext
 from mha_ext.compat import scaled_dot_product_attention, sdpa_override
@@ -150,8 +152,15 @@ def test_dropout_keeps_the_mean_and_all_of_it_drops_everything() -> None:
 
 def test_errors() -> None:
     q = torch.randn(2, 3, 5, 8)
-    with pytest.raises(RuntimeError, match="is_causal must be False where attn_mask is given"):
-        scaled_dot_product_attention(q, q, q, torch.ones(5, 5).bool(), is_causal=True)
+    corner = torch.nn.attention.bias.causal_upper_left(5, 5)
+    with pytest.raises(ValueError, match="is_causal must be False where attn_mask is a CausalBias"):
+        scaled_dot_product_attention(q, q, q, corner, is_causal=True)
+    with pytest.raises(
+        TypeError, match=r"attn_mask must be bool, .* but is torch.int64; pass attn_m"
+    ):
+        scaled_dot_product_attention(q, q, q, torch.ones(5, 5).long())
+    with pytest.raises(TypeError, match="value must be a tensor, not NoneType None"):
+        scaled_dot_product_attention(q, q, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"query must have at least 2 dimensions.* \[8\]"):
         scaled_dot_product_attention(q[0, 0, 0], q, q)
     with pytest.raises(ValueError, match="leading dimensions that broadcast"):
@@ -186,6 +195,45 @@ def test_override_reaches_unmodified_models(grad: bool) -> None:
             found = layer(x, memory, tgt_mask=causal)
     assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert "mha_ext.attention_forward.default" in operators.names
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("backward", ["backward", "grad", "context"])
+def test_override_and_checkpoints(reentrant: bool, backward: str) -> None:
+    """What a checkpoint computes again is ours, too, with the same pairs dropped."""
+    if reentrant and backward != "backward":
+        pytest.skip("such a checkpoint takes no context_fn, and knows backward() alone")
+    leaf = torch.randn(2, 3, 40, 8, requires_grad=True)
+
+    def attend(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    torch.manual_seed(3)
+    with sdpa_override():
+        (expected,) = torch.autograd.grad(attend(leaf).square().sum(), leaf)
+    torch.manual_seed(3)
+    options: dict[str, Any] = {"use_reentrant": reentrant}
+    if backward == "context":
+        options["context_fn"] = lambda: (contextlib.nullcontext(), sdpa_override())
+    with sdpa_override():
+        loss = checkpoint(attend, leaf, **options).square().sum()
+        if backward == "backward":
+            loss.backward()
+        elif backward == "grad":
+            (leaf.grad,) = torch.autograd.grad(loss, leaf)
+    if backward == "context":
+        loss.backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad, expected)
+
+
+def test_is_causal_beside_a_mask() -> None:
+    q = torch.randn(2, 3, 5, 8, requires_grad=True)
+    mask = torch.rand(5, 5) < 0.7
+    mask.fill_diagonal_(True)
+    expected = plain(q, q, q, mask & torch.ones(5, 5).bool().tril())
+    assert_close(scaled_dot_product_attention(q, q, q, mask, is_causal=True), expected)
+    bias = torch.where(mask, 0.0, -torch.inf)
+    assert_close(scaled_dot_product_attention(q, q, q, bias, is_causal=True), expected)
 
 
 def test_override_under_compile() -> None:

@@ -66,6 +66,7 @@ def run(script: str, *arguments: str, timeout: float = 240) -> str:
 # 1. What is hidden contributes nothing, whatever it holds. -----------------------------------------
 
 TINY = Problem(heads=2, kv_heads=1, queries=5, keys=7, head_dim=3, value_dim=2, mask="bhqk")
+ONE_TILE = Problem(heads=2, kv_heads=2, queries=12, keys=10, head_dim=50, mask="bhqk")
 TILES = Problem(heads=2, kv_heads=1, queries=70, keys=150, head_dim=20, mask="bhqk", bias="1hqk")
 LEAKS = {
     "tiny": TINY,
@@ -73,6 +74,9 @@ LEAKS = {
     "tiny dropout": replace(TINY, dropout_p=0.4, bias="1hqk"),
     "tiny causal": replace(TINY, mask=None, causal="lower_right", key_lengths="random"),
     "tiny window": replace(TINY, mask="b11k", causal="upper_left", window=(2, None)),
+    "one tile": replace(ONE_TILE, bias="1hqk"),
+    "one tile lengths": replace(ONE_TILE, mask=None, key_lengths="random"),
+    "one tile dropout": replace(ONE_TILE, dropout_p=0.4, head_dim=5),
     "tiles": TILES,
     "tiles band": replace(TILES, mask=None, causal="lower_right", window=(80, None)),
     "tiles lengths": replace(TILES, mask=None, bias=None, key_lengths="random"),

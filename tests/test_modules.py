@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -304,3 +306,13 @@ def test_state_dict_and_repr() -> None:
         "embed_dim=16, num_heads=4, num_kv_heads=2, causal='lower_right', window=(3, 0)"
     )
     assert mha_ext.MultiHeadAttention(16, 4).extra_repr() == "embed_dim=16, num_heads=4"
+
+
+def test_packages_are_there_when_they_are_asked_for() -> None:
+    code = (
+        "import mha_ext, sys; assert not {'mha_ext.compat', 'mha_ext.visualize'} & set(sys.modules); "
+        "mha_ext.compat.from_torch; mha_ext.visualize; mha_ext.distributed; mha_ext.integrations"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="module 'mha_ext' has no attribute 'compatible'"):
+        _ = mha_ext.compatible

@@ -37,6 +37,9 @@ BOTH = [
     ({"window": 3}, TypeError, ["window", "int 3", "(left, right)"]),
     ({"window": (1, 2, 3)}, ValueError, ["window", "3 values"]),
     ({"window": (-1, 2)}, ValueError, ["window left", "-1", "None"]),
+    ({"window": (None, 2**63)}, ValueError, ["window right", "2**63 - 1", str(2**63)]),
+    ({"scale": 1e39}, ValueError, ["scale", "finite in float32", "1e+39"]),
+    ({"scale": 10**400}, ValueError, ["scale", "finite"]),
     ({"window": (0, 2.0)}, TypeError, ["window right", "float 2.0", "int"]),
     ({"window": (True, 2)}, TypeError, ["window left", "bool True", "int"]),
     ({"window": (1, 2), "key": SHORT}, ValueError, ["window", "Lq = 6", "Lk = 5", "lower_right"]),
@@ -155,6 +158,12 @@ FORWARD = [
     ((X,), {"mask": [1]}, TypeError, ["mask", "list"]),
     (
         (X,),
+        {"mask": torch.ones(5).bool()},
+        ValueError,
+        ["mask", "[5]", "key_padding_mask=mask[None]"],
+    ),
+    (
+        (X,),
         {"key_padding_mask": torch.ones(2, 4).bool()},
         ValueError,
         ["key_padding_mask", "[2, 5]", "[2, 4]"],
@@ -162,6 +171,33 @@ FORWARD = [
     ((X,), {"key_padding_mask": torch.ones(2, 5)}, TypeError, ["key_padding_mask", ".bool()"]),
     ((X,), {"key_padding_mask": [1]}, TypeError, ["key_padding_mask", "list"]),
     ((X,), {"causal": "left"}, ValueError, ["causal", "'left'"]),
+    (
+        (X.double(),),
+        {},
+        TypeError,
+        ["query", "layer's dtype torch.float32", "torch.float64", "query.to("],
+    ),
+    (
+        (X, X.long()),
+        {},
+        TypeError,
+        ["key", "layer's dtype torch.float32", "torch.int64", "key.to("],
+    ),
+    (
+        (X,),
+        {"mask": torch.ones(5, 4).bool(), "key_padding_mask": torch.ones(2, 5).bool()},
+        ValueError,
+        ["mask", "[B, H, Lq, Lk]", "Lk = 5", "[5, 4]"],
+    ),
+    (
+        (X,),
+        {
+            "mask": torch.ones(1, 1, 5, 5).bool().expand(3, -1, -1, -1),
+            "key_padding_mask": torch.ones(2, 5).bool(),
+        },
+        ValueError,
+        ["mask", "B = 2", "[3, 1, 5, 5]"],
+    ),
     ((X, X[:, :4]), {"causal": True}, ValueError, ["causal", "Lq = 5", "Lk = 4"]),
 ]
 

@@ -87,13 +87,40 @@ def test_no_queries_and_bad_arguments() -> None:
     assert mha_ext.attention_received(none, key).shape == (2, 4, 90)
     assert mha_ext.attention_entropy(none, key).shape == (2, 4, 0)
     assert mha_ext.attention_topk(none, key, 2).keys.shape == (2, 4, 0, 2)
-    for k in (0, 91, True, 2.0):
+    for k in (0, 91):
         with pytest.raises(ValueError, match="k must be from 1 to the number of keys, 90, but is"):
+            mha_ext.attention_topk(query, key, k)
+    for k in (True, 2.0, torch.ones(5, 90)):
+        with pytest.raises(TypeError, match="^k must be an int, not .*; it stands before mask$"):
             mha_ext.attention_topk(query, key, k)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="dropout_p must be left out: the options are bias"):
+        mha_ext.attention_entropy(query, key, dropout_p=0.1)
+    with pytest.raises(ValueError, match="key must have 4 dimensions"):
+        mha_ext.attention_topk(query, key[0], 2)
     with pytest.raises(TypeError, match="heads and rows must be left out here"):
         mha_ext.attention_received(query, key, rows=[0])
     with pytest.raises(TypeError, match="key must be a tensor"):
         mha_ext.attention_entropy(query, None)  # type: ignore[arg-type]
+
+
+def test_no_queries_have_gradients() -> None:
+    query, key, _ = problem()
+    none = query[:, :, :0].detach().requires_grad_()
+    for result in (
+        mha_ext.attention_received(none, key),
+        mha_ext.attention_entropy(none, key),
+        mha_ext.attention_topk(none, key, 2).weights,
+    ):
+        (grad,) = torch.autograd.grad(result.sum(), none)
+        assert grad.shape == none.shape
+
+
+def test_under_torch_func() -> None:
+    query, key, _ = problem()
+    leaf = query.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(mha_ext.attention_entropy(leaf, key).square().sum(), leaf)
+    found = torch.func.grad(lambda q: mha_ext.attention_entropy(q, key).square().sum())(query)
+    assert_close(found, expected)
 
 
 def test_memory_is_linear() -> None:

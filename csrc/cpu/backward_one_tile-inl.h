@@ -22,8 +22,8 @@ bool any_empty_row(const Attention& a, int64_t b, int64_t h) {
   return any;
 }
 
-// False where it takes more than one product: rows without any key count as uniform, or hidden
-// pairs have operands that are not finite. Then nothing is written yet.
+// False where it takes more than one product, since rows without any key count as uniform. Then
+// nothing is written yet.
 template <class K>
 bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
                        BackwardScratch<K>& w) {
@@ -54,10 +54,17 @@ bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, in
     if (g.grad_value.data) zero_rows<K>(g.grad_value, b, h, keys, dv);
     return true;
   }
-  if (visible == Visibility::kPartial &&
+  const bool dirty =
+      visible == Visibility::kPartial &&
       !(all_finite<K>(query, a.query.row, rows, d) && all_finite<K>(key, a.key.row, keys, d) &&
-        (!grads || all_finite<K>(grad_out, g.grad_out.row, rows, dv))))
-    return false;
+        (!grads || all_finite<K>(grad_out, g.grad_out.row, rows, dv)));
+  const auto write = [&]<Contiguous kA>(const WidthRows<K>& x, int64_t count, const T* weights,
+                                        const Rows& to, T* sums) __attribute__((always_inline)) {
+    if (dirty)
+      width_selected<K, kA>(x, count, weights, w.bits, row_of<K>(to, b, h, 0), to.row, sums);
+    else
+      width_rows<K, kA>(x, count, weights, row_of<K>(to, b, h, 0), to.row);
+  };
   if (w.whole)  // a bias that is constant along the keys wants it
     __builtin_memcpy((T*)g.delta + (b * a.heads + h) * rows, w.shift, (size_t)rows * sizeof(T));
   if (ahead) ask_for<K>(a.key, next_b, next_h, keys, d);
@@ -68,20 +75,20 @@ bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, in
   if (ahead && g.grad_value.data) ask_for<K>(g.grad_value, next_b, next_h, keys, dv);
   if (g.grad_value.data) {
     scale_tile<K>((T)a.dropout.keep_scale, keys, vectors_of<K>(rows), w.p);
-    width_rows<K, Contiguous::kAlongT>({grad_out, g.grad_out.row, rows, dv}, keys, w.p,
-                                       row_of<K>(g.grad_value, b, h, 0), g.grad_value.row);
+    write.template operator()<Contiguous::kAlongT>({grad_out, g.grad_out.row, rows, dv}, keys, w.p,
+                                                   g.grad_value, w.grad_value);
   }
   if (ahead && grads) ask_for<K>(a.value, next_b, next_h, keys, dv);
   scale_tile<K>((T)a.scale, keys, vectors_of<K>(rows), w.ds);
   if (ahead && g.grad_key.data) ask_for<K>(g.grad_key, next_b, next_h, keys, d);
   if (g.grad_key.data)
-    width_rows<K, Contiguous::kAlongT>({query, a.query.row, rows, d}, keys, w.ds,
-                                       row_of<K>(g.grad_key, b, h, 0), g.grad_key.row);
+    write.template operator()<Contiguous::kAlongT>({query, a.query.row, rows, d}, keys, w.ds,
+                                                   g.grad_key, w.grad_key);
   if (ahead && grads && !w.whole) ask_for<K>(a.out, next_b, next_h, rows, dv);
   if (ahead && g.grad_query.data) ask_for<K>(g.grad_query, next_b, next_h, rows, d);
   if (g.grad_query.data)
-    width_rows<K, Contiguous::kAlongM>({key, a.key.row, keys, d}, rows, w.ds,
-                                       row_of<K>(g.grad_query, b, h, 0), g.grad_query.row);
+    write.template operator()<Contiguous::kAlongM>({key, a.key.row, keys, d}, rows, w.ds,
+                                                   g.grad_query, w.grad_key);
   return true;
 }
 

@@ -70,24 +70,6 @@ bool one_tile_weights(const Attention& a, int64_t b, int64_t h, Operand key_rows
   return visible != Visibility::kFull;
 }
 
-// The same for a partial tile whose values are not finite: the visible pairs alone, in that order.
-template <class K>
-void width_selected(const typename K::S* value, int64_t stride, int64_t keys, int64_t columns,
-                    int64_t rows, typename K::S* to, int64_t to_stride, ForwardScratch<K>& w,
-                    typename K::T* sums) {
-  typename K::T weight[kTile];
-  for (int64_t r = 0; r < rows; r++) {
-    uint64_t bits = 0;
-    for (int64_t n = 0; n < keys; n++) {
-      weight[n] = w.s[n * kRow + r];
-      bits |= (w.bits[n] >> r & 1) << n;
-    }
-    for (int64_t d = 0; d < padded<K>(columns); d++) sums[d] = 0;
-    few_selected<K>(value, stride, bits, columns, weight, sums);
-    scale_out<typename K::X>(sums, 0, 1, 1, columns, to + r * to_stride, to_stride);
-  }
-}
-
 template <class K>
 void forward_one_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
                       ForwardScratch<K>& w) {
@@ -107,11 +89,11 @@ void forward_one_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int6
     const bool partial = one_tile_weights<K>(a, b, h, key_rows, q, w);
     if (ahead) ask_for<K>(a.key, next_b, kv_head(a, next_h), keys, a.head_dim);
     typename K::S* to = row_of<K>(a.out, b, h, q.q0);
+    const WidthRows<K> values{value, a.value.row, keys, columns};
     if (partial && !all_finite<K>(value, a.value.row, keys, columns))
-      width_selected<K>(value, a.value.row, keys, columns, q.rows, to, a.out.row, w, q.out);
+      width_selected<K, Contiguous::kAlongM>(values, q.rows, w.s, w.bits, to, a.out.row, q.out);
     else
-      width_rows<K, Contiguous::kAlongM>({value, a.value.row, keys, columns}, q.rows, w.s, to,
-                                         a.out.row);
+      width_rows<K, Contiguous::kAlongM>(values, q.rows, w.s, to, a.out.row);
     if (ahead) ask_for<K>(a.out, next_b, next_h, q.rows, columns);
     if (ahead) ask_for<K>(a.value, next_b, kv_head(a, next_h), keys, columns);
   }

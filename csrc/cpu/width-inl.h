@@ -136,5 +136,26 @@ void width_rows(const WidthRows<K>& x, int64_t rows, const typename K::T* tile, 
   some.template operator()<1>();
 }
 
+// The same where x is not finite, and 0 * NaN must not be: the visible pairs alone, in the same
+// order, so that the others leave no trace. Bit r of bits[key] says whether query r sees it. `sums`
+// has room for a row.
+template <class K, Contiguous kA>
+void width_selected(const WidthRows<K>& x, int64_t rows, const typename K::T* tile,
+                    const uint64_t* bits, typename K::S* to, int64_t to_stride,
+                    typename K::T* sums) {
+  constexpr bool kQueries = kA == Contiguous::kAlongM;  // rows are queries, and n keys
+  typename K::T weight[kTile];
+  for (int64_t r = 0; r < rows; r++) {
+    uint64_t seen = 0;
+    for (int64_t n = 0; n < x.count; n++) {
+      weight[n] = tile[kQueries ? n * kRow + r : r * kRow + n];
+      seen |= (kQueries ? bits[n] >> r & 1 : bits[r] >> n & 1) << n;
+    }
+    for (int64_t d = 0; d < padded<K>(x.columns); d++) sums[d] = 0;
+    few_selected<K>(x.data, x.stride, seen, x.columns, weight, sums);
+    scale_out<typename K::X>(sums, 0, 1, 1, x.columns, to + r * to_stride, to_stride);
+  }
+}
+
 }  // namespace
 }  // namespace mha_ext::cpu

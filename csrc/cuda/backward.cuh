@@ -14,12 +14,14 @@ const char* backward_of(const Attention& a, const AttentionGrad& g, void* scratc
 // there.
 template <class S>
 const char* backward_hopper_of(const Attention& a, const AttentionGrad& g, Stream stream);
+template <class S>
+const char* backward_hopper_wide_of(const Attention& a, const AttentionGrad& g, Stream stream);
 
 // Once align_rows has been.
 inline bool backward_hopper_takes(const Attention& a, const AttentionGrad& g) {
   constexpr int64_t kFew = 64;
   return !g.grad_weights.data && !g.grad_bias.data && !a.bias.data && !a.uniform_empty_rows &&
-         a.queries > kFew && a.keys > kFew && max_of(a.head_dim, a.value_dim) <= 128 &&
+         a.queries > kFew && a.keys > kFew && max_of(a.head_dim, a.value_dim) <= 256 &&
          (copies_are_little(a) || all_in_pieces(a, &g)) && on_hopper();
 }
 

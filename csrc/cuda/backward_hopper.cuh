@@ -34,7 +34,7 @@ struct HopperOwn {
 template <class F>
 DEVICE void hold(HopperOwn<F>& own) {
   if constexpr (F::kHeld) {
-    const int row = warp_id() * 16 - 64 + lane_id() % 16;
+    const int row = F::first_row() + warp_id() % 4 * 16 + lane_id() % 16;
 #pragma unroll
     for (int k = 0; k < F::kWidth / 16; k++)
       load_matrices(own.scores[k], F::kOwnScores + paneled<F::kRows>(row, 2 * k + lane_id() / 16));
@@ -43,7 +43,7 @@ DEVICE void hold(HopperOwn<F>& own) {
 
 template <class F>
 struct HopperSums {
-  float scores[1][F::kWidth / 8][4], values[1][F::kValues ? F::kWidth / 8 : 1][4];
+  float scores[1][F::kSumColumns][4], values[1][F::kValues ? F::kSumColumns : 1][4];
 };
 template <class F>
 struct HopperTile {
@@ -56,8 +56,7 @@ struct HopperTile {
 template <class F>
 DEVICE void start_rows_of(Address own, Address right, float (&c)[F::kColumns][4]) {
   // Known to be the same in all lanes, and not kept, in many forms, from tile to tile.
-  const int row = shuffle((warp_id() / 4 - 1) * 64, 0);
-  const Operand x = operand(own + (Address)(row * kPanelBytes), F::kRows * kPanelBytes);
+  const Operand x = operand(own + (Address)(F::first_row() * kPanelBytes), F::kRows * kPanelBytes);
   start_product<typename F::S, F::kOthers, F::kWidth>([&](int k) { return along<F::kRows>(x, k); },
                                                       right, c);
 }
@@ -88,8 +87,8 @@ template <class F>
 DEVICE void start_sums(const typename F::At& turn, HopperTile<F>& tile, HopperSums<F>& sums) {
   using S = typename F::S;
   if constexpr (F::kValues)
-    start_sum<S, F::kOthers>(tile.x[0], F::value_tile(turn), sums.values[0]);
-  start_sum<S, F::kOthers>(tile.y[0], F::score_tile(turn), sums.scores[0]);
+    start_sum<S, F::kOthers>(tile.x[0], F::sum_panels(F::value_tile(turn)), sums.values[0]);
+  start_sum<S, F::kOthers>(tile.y[0], F::sum_panels(F::score_tile(turn)), sums.scores[0]);
 }
 // That this warp has done with a tile. Where each lane has read numbers of it, each lane says so.
 template <class F>
@@ -187,13 +186,15 @@ DEVICE bool consume_others(const Attention& a, HopperPlace at, const HopperNumbe
 // The same with care, one product after the other: hidden pairs are 0, but 0 * NaN is NaN.
 template <class F>
 DEVICE void add_with_care(const uint32_t (&x)[1][F::kSteps][4], const HopperPairs<F>& pairs,
-                          Address tile, int columns, float (&sum)[1][F::kWidth / 8][4]) {
+                          Address tile, int columns, float (&sum)[1][F::kSumColumns][4]) {
   using S = typename F::S;
+  columns -= 64 * F::first_panel();
 #pragma unroll
   for (int part = 0; part < F::kParts; part++)
 #pragma unroll
-    for (int panel = 0; panel < F::kPanels; panel++) {
-      const Address from = tile + (Address)((panel * F::kOthers + 64 * part) * kPanelBytes);
+    for (int panel = 0; panel < F::kSumPanels; panel++) {
+      const Address from =
+          F::sum_panels(tile) + (Address)((panel * F::kOthers + 64 * part) * kPanelBytes);
       auto& to = (float (&)[1][8][4])sum[0][8 * panel];
       const auto& own = (const uint32_t (&)[1][4][4])x[0][4 * part];
       const uint32_t visible[1] = {pairs.visible[part]};
@@ -246,7 +247,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   if (row >= a.batch * (F::kOwnsKeys ? a.kv_heads : a.heads)) return;
   // The producer has all rows of the block.
   const bool produces = warp_id() < 4;
-  const HalfBlock of = half_block<F>(a, row, produces ? 0 : warp_id() * 16 - 64);
+  const HalfBlock of = half_block<F>(a, row, produces ? 0 : F::first_row() + warp_id() % 4 * 16);
   if (thread_id() == 0) {
     F::Tiles::init(4 * F::kConsumers * (F::kOwnsKeys ? kWarp : 1));
     F::Spoilt::init();
@@ -286,15 +287,16 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   }
   const int64_t own0 = (int64_t)at.own * 16, rows = F::kOwnsKeys ? a.keys : a.queries;
   const int64_t head = (uint32_t)row % (uint32_t)(F::kOwnsKeys ? a.kv_heads : a.heads);
-  const Rows& scores = F::kOwnsKeys ? g.grad_key : g.grad_query;
-  const float scale = (float)a.scale, factor[1][2] = {{scale, scale}};
-  const float kept = F::kDropout ? (float)a.dropout.keep_scale : 1, scales[1][2] = {{kept, kept}};
-  if (scores.data)
-    store_fragments<S>(scores, at.b, head, own0, rows, (int)a.head_dim, factor, sums.scores);
-  if constexpr (F::kValues)
-    if (g.grad_value.data)
-      store_fragments<S>(g.grad_value, at.b, head, own0, rows, (int)a.value_dim, scales,
-                         sums.values);
+  const float scale = (float)a.scale, kept = F::kDropout ? (float)a.dropout.keep_scale : 1;
+  const auto store = [&](Rows to, int64_t columns, float factor, const auto& sum) {
+    if (!to.data) return;
+    const int first = 64 * F::first_panel();
+    to.data = (S*)to.data + first;
+    const float factors[1][2] = {{factor, factor}};
+    store_fragments<S>(to, at.b, head, own0, rows, (int)columns - first, factors, sum);
+  };
+  store(F::kOwnsKeys ? g.grad_key : g.grad_query, a.head_dim, scale, sums.scores);
+  if constexpr (F::kValues) store(g.grad_value, a.value_dim, kept, sums.values);
 #endif
 }
 
@@ -320,8 +322,10 @@ const char* backward_hopper(const Attention& a, const AttentionGrad& g, Stream s
 }
 template <class S>
 const char* backward_hopper(const Attention& a, const AttentionGrad& g, Stream stream) {
-  if (max_of(a.head_dim, a.value_dim) <= 64) return backward_hopper<S, 64>(a, g, stream);
-  return backward_hopper<S, 128>(a, g, stream);
+  const int64_t width = max_of(a.head_dim, a.value_dim);
+  if (width <= 64) return backward_hopper<S, 64>(a, g, stream);
+  if (width <= 128) return backward_hopper<S, 128>(a, g, stream);
+  return backward_hopper_wide_of<S>(a, g, stream);
 }
 
 }  // namespace mha_ext::cuda

@@ -13,17 +13,22 @@ struct HopperBackward {
   static constexpr bool kScores = true, kValues = kOwnsKeys;  // dK or dQ; dV
   static constexpr int kWidth = kWidth_, kPanels = kWidth / 64, kFragments = 1;
   static constexpr int kConsumers = 2, kThreads = (1 + kConsumers) * kGroup;
-  static constexpr int kRows = 64 * kConsumers;
+  // Wide sums do not fit into the registers of one consumer: then both have the same rows, and each
+  // adds up one half of the columns.
+  static constexpr bool kHalves = kWidth > 128;
+  static constexpr int kRows = kHalves ? 64 : 64 * kConsumers;  // that a block owns
+  static constexpr int kSumPanels = kHalves ? kPanels / 2 : kPanels, kSumColumns = 8 * kSumPanels;
   static constexpr int kOthers = kOwnsKeys || kWidth > 64 ? 64 : 128;  // rows of a tile
   // Whether the owned scores stay in registers: products of 64 columns are short of shared memory.
-  static constexpr bool kHeld = !kOwnsKeys && kWidth > 64;
+  static constexpr bool kHeld = !kOwnsKeys && kWidth > 64 && !kHalves;
   // Of a thread: 65536 in all.
   static constexpr int kProducerRegisters = kWidth <= 64 ? 56 : 40;
   static constexpr int kConsumerRegisters = kWidth <= 64 ? 224 : 232;
-  // Whether S and dP of the next tile start with the sums of this one: as registers allow.
-  static constexpr bool kAhead = !kOwnsKeys || kWidth <= 64;
+  // Whether S and dP of the next tile start with the sums of this one: as registers allow, and
+  // where a third stage can be filled meanwhile.
+  static constexpr bool kAhead = (!kOwnsKeys || kWidth <= 64) && !kHalves;
   static constexpr int kParts = kOthers / 64, kColumns = kOthers / 8, kSteps = kOthers / 16;
-  static constexpr int kStages = kOwnsKeys ? (kWidth <= 64 ? 5 : 3) : 4;
+  static constexpr int kStages = kHalves ? 2 : kOwnsKeys ? (kWidth <= 64 ? 5 : 3) : 4;
   static constexpr int kOwnBytes = kRows * 2 * kWidth, kTileBytes = kOthers * 2 * kWidth;
   static constexpr Address kOwnScores = 0, kOwnValues = kOwnBytes;
   static constexpr int kStageBytes = 2 * kTileBytes, kNumberBytes = kOwnsKeys ? 1280 : 0;
@@ -36,6 +41,13 @@ struct HopperBackward {
   using At = Turn<kStages>;
   DEVICE_MEMBER static Address score_tile(const At& at) { return Tiles::tile(at); }
   DEVICE_MEMBER static Address value_tile(const At& at) { return Tiles::tile(at) + kTileBytes; }
+  // Of a consumer: its first row of those of the block, and its first panel of the sums.
+  DEVICE_MEMBER static int consumer() { return group_id() - 1; }
+  DEVICE_MEMBER static int first_row() { return kHalves ? 0 : consumer() * 64; }
+  DEVICE_MEMBER static int first_panel() { return kHalves ? consumer() * kSumPanels : 0; }
+  DEVICE_MEMBER static Address sum_panels(Address tile) {
+    return tile + (Address)(first_panel() * kOthers * kPanelBytes);
+  }
   // What the queries of a tile have: level and delta, then lse and lse_low, 64 of each; then
   // whether a level of the first, or of the other 32, is far from zero.
   DEVICE_MEMBER static Address numbers(const At& at) {
@@ -155,7 +167,9 @@ DEVICE HopperSource source_of(const Rows& scores, const Rows& values, int head_d
 template <int kRows, int kPanels>
 DEVICE void copy_tile(Address to, const HopperSource& from, int64_t head, int64_t begin, int rows) {
   constexpr int kPieces = 8 * kPanels, kStep = kGroup / 2 / kPieces;
-  static_assert(kStep % 4 == 0 && kRows % kStep == 0);
+  static_assert((kStep == 2 || kStep % 4 == 0) && kRows % kStep == 0);
+  // How the place of the piece turns from row to row.
+  const auto turn = [](int i) { return kStep == 2 ? (i % 2 ? 96 : 32) : kStep % 8 ? 64 : 0; };
   int r = thread_id() % (kGroup / 2) / kPieces;
   const char* source = from.data + head * from.head + (begin + r) * from.row;
   to += paneled<kRows>(r, thread_id() % kPieces);
@@ -165,7 +179,7 @@ DEVICE void copy_tile(Address to, const HopperSource& from, int64_t head, int64_
     copy_async<16>(to, r < rows ? source : from.data, r < rows ? from.bytes : 0);
     r += kStep;
     source += kStep * from.row;
-    to = (to + kStep * kPanelBytes) ^ (kStep % 8 ? 64 : 0);  // the place of the piece in that row
+    to = (to + kStep * kPanelBytes) ^ turn(i);
   }
 }
 
@@ -231,7 +245,7 @@ template <class F>
 DEVICE void hopper_visible(const Attention& a, const HopperPlace& at, HopperPairs<F>& pairs) {
   using Part = typename F::Part;
   pairs.partial = at.tile < at.all || at.tile >= at.all_end;
-  if (a.mask.data) pairs.partial |= !(at.mark<F>() & kAllMark << (group_id() - 1));
+  if (a.mask.data) pairs.partial |= !(at.mark<F>() & kAllMark << F::first_row() / 64);
 #pragma unroll
   for (int part = 0; part < F::kParts; part++) {
     uint32_t bits[1] = {~0u};

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,8 @@ def to_torch(module: MultiheadAttention | MultiHeadAttention) -> nn.MultiheadAtt
         "out_dim": (module.out_dim, module.embed_dim),
         "causal": (module.causal, False),
         "window": (module.window, None),
+        "rotary_base": (module.rotary_base, None),
+        "empty_rows": (module.empty_rows, "zero"),
     }
     for name, (value, only) in refused.items():
         if value != only:
@@ -121,7 +124,27 @@ def to_torch(module: MultiheadAttention | MultiHeadAttention) -> nn.MultiheadAtt
         if new.in_proj_bias is not None:
             new.in_proj_bias.copy_(torch.cat([p.bias for p in projections]))
         new.out_proj.load_state_dict(module.out_proj.state_dict())
+    if new.in_proj_weight is not None:
+        _freeze_alike([p.weight for p in projections], [new.in_proj_weight])
+    else:
+        weights = [new.q_proj_weight, new.k_proj_weight, new.v_proj_weight]
+        _freeze_alike([p.weight for p in projections], weights)
+    _freeze_alike([p.bias for p in projections], [new.in_proj_bias])
+    _freeze_alike([*module.out_proj.parameters()], [*new.out_proj.parameters()])
     return new
+
+
+def _freeze_alike(given: Sequence[Any], new: Sequence[Any]) -> None:
+    """requires_grad of the parameters as of those that they are copies of: each of its own, or one of all."""
+    flags = {parameter.requires_grad for parameter in given if parameter is not None}
+    if len(new) < len(given) and len(flags) > 1:
+        raise ValueError(
+            "q_proj, k_proj and v_proj must all need gradients or none, since nn.MultiheadAttention has one parameter "
+            "for them, but they differ; call requires_grad_() on them"
+        )
+    for parameter, like in zip(new, given, strict=False):
+        if parameter is not None:
+            parameter.requires_grad_(like.requires_grad)
 
 
 def to_multi_head_attention(module: nn.MultiheadAttention) -> MultiHeadAttention:
@@ -163,6 +186,12 @@ def to_multi_head_attention(module: nn.MultiheadAttention) -> MultiHeadAttention
             for projection, bias in zip((new.q_proj, new.k_proj, new.v_proj), biases, strict=True):
                 projection.bias.copy_(bias)
         new.out_proj.load_state_dict(module.out_proj.state_dict())
+    projections = (new.q_proj, new.k_proj, new.v_proj)
+    stacked = module.in_proj_weight is not None
+    sources = [module.in_proj_weight] * 3 if stacked else weights
+    _freeze_alike(sources, [p.weight for p in projections])
+    _freeze_alike([module.in_proj_bias] * 3, [p.bias for p in projections])
+    _freeze_alike([*module.out_proj.parameters()], [*new.out_proj.parameters()])
     return new
 
 

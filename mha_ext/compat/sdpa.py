@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
+from mha_ext.arguments import not_a_tensor
 from mha_ext.functional import attention
 
 _CORNERS = {CausalVariant.UPPER_LEFT: "upper_left", CausalVariant.LOWER_RIGHT: "lower_right"}
@@ -42,27 +43,43 @@ def scaled_dot_product_attention(
         attn_mask: broadcastable to [..., L, S]: bool, True = attend, or of query's dtype (or float32), added to the
             scaled scores, with a gradient of its own. A `torch.nn.attention.bias.CausalBias` names a corner.
         dropout_p: probability in [0, 1] with which a pair is dropped, also outside of training, as PyTorch does.
-        is_causal: query i sees keys 0 .. i (the upper left corner); not together with ``attn_mask``.
+        is_causal: query i sees keys 0 .. i (the upper left corner), of those that ``attn_mask`` leaves.
         scale: 1 / sqrt(E) when omitted.
         enable_gqa: query's heads, dimension -3, may be a multiple of those of key and value.
 
     Returns:
-        [..., L, Ev]. A query that may attend to nothing gives 0.
+        [..., L, Ev]: 0 where a query may attend to nothing. Its heads lie side by side in memory, as
+        ``out.transpose(1, 2).flatten(2)`` wants them: where ``out.view`` fails, use ``out.reshape``.
 
     Raises:
         ValueError, TypeError, RuntimeError: before any work, in one line that names the argument and the fix.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
     """
-    if attn_mask is not None and is_causal:
-        raise RuntimeError(
-            "is_causal must be False where attn_mask is given, but is True; put the causal mask into attn_mask"
-        )
     causal: Any = "upper_left" if is_causal else False
     if isinstance(attn_mask, CausalBias):
+        if is_causal:
+            raise ValueError(
+                "is_causal must be False where attn_mask is a CausalBias, which names its corner, but is True"
+            )
         causal, attn_mask = _CORNERS[attn_mask.variant], None
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() < 2:
+    for name, tensor in (
+        ("query", query),
+        ("key", key),
+        ("value", value),
+        ("attn_mask", attn_mask),
+    ):
+        if tensor is None and name == "attn_mask":
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(not_a_tensor(name, tensor))
+        if name == "attn_mask":
+            if tensor.dtype not in (torch.bool, torch.float32, query.dtype):
+                raise TypeError(
+                    f"attn_mask must be bool, {query.dtype} or torch.float32, but is {tensor.dtype}; pass "
+                    "attn_mask.bool() if nonzero means attend, or attn_mask.to(query.dtype) to add it"
+                )
+        elif tensor.dim() < 2:
             raise ValueError(
                 f"{name} must have at least 2 dimensions, [..., length, width], but has shape "
                 f"{list(tensor.shape)}; add the missing ones with unsqueeze"
@@ -135,7 +152,12 @@ class sdpa_override(TorchFunctionMode):
     """``with sdpa_override():`` every `F.scaled_dot_product_attention` inside is ours: of unmodified models too.
 
     Calls that mha_ext has no kernel for (another device or dtype, nested or sparse tensors, heads wider than 1024)
-    go to PyTorch as before. Works in eager mode, and around or inside a function under `torch.compile`.
+    go to PyTorch as before. Works in eager mode, and around or inside a function under `torch.compile`; in the thread
+    that entered it.
+
+    Activation checkpointing computes a part of forward again in backward, so backward belongs inside as well. Where it
+    is outside, ``checkpoint(..., use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), sdpa_override()))``
+    says that what is computed again is ours, too.
     """
 
     def __torch_function__(
@@ -150,6 +172,14 @@ class sdpa_override(TorchFunctionMode):
             return _where_there_is_a_kernel(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return _multi_head_attention_forward(*args, **kwargs)
+        if (
+            func is Tensor.backward
+            or func is torch.autograd.backward
+            or func is torch.autograd.grad
+        ):
+            # A mode is off in what it handles, and a checkpoint calls attention in there.
+            with self:
+                return _DERIVATIVES[func](*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -173,14 +203,25 @@ def _has_kernel(query: Any = None, key: Any = None, value: Any = None, **_: Any)
     )
 
 
-# What nn.MultiheadAttention calls. A mode sees it as one function and nothing inside it; so here it is once more,
-# with another name bound inside.
-_multi_head_attention_forward = FunctionType(
-    F.multi_head_attention_forward.__code__,
-    {
-        **vars(F),
-        "scaled_dot_product_attention": _where_there_is_a_kernel,
-        "has_torch_function": lambda _: False,
-    },
-    argdefs=F.multi_head_attention_forward.__defaults__,
+def _seen_inside(function: Any, **names: Any) -> Any:
+    """The same function, whose inside a mode sees; it would see one call, and nothing of what that does."""
+    blind = {"has_torch_function": lambda _: False, "has_torch_function_unary": lambda _: False}
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, **blind, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# What nn.MultiheadAttention calls, with another name bound inside.
+_multi_head_attention_forward = _seen_inside(
+    F.multi_head_attention_forward, scaled_dot_product_attention=_where_there_is_a_kernel
 )
+_DERIVATIVES = {
+    function: _seen_inside(function)
+    for function in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+}

@@ -53,6 +53,10 @@ CASES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"queries": 300, "keys": 260, "head_dim": 128, "mask": "b11k", "batch": 2}, {"right": 0}),
     ({"queries": 300, "keys": 260, "mask": "bhqk", "heads": 4, "squares": True}, {}),
     ({"queries": 400, "keys": 520, "head_dim": 128, "mask": "b1qk", "squares": True}, {"right": 0}),
+    ({"queries": 150, "keys": 200, "head_dim": 256}, {}),
+    ({"queries": 200, "keys": 170, "head_dim": 160, "value_dim": 96, "dropout_p": 0.3}, {"right": 0}),
+    ({"queries": 130, "keys": 260, "head_dim": 40, "value_dim": 200, "heads": 4, "kv_heads": 2}, {"left": 70}),
+    ({"queries": 260, "keys": 330, "head_dim": 256, "mask": "bhqk", "squares": True, "dtype": torch.float16}, {}),
     ({"queries": 150, "keys": 200, "dropout_p": 0.3}, {}),
     ({"queries": 260, "keys": 300, "heads": 4, "kv_heads": 2, "head_dim": 128, "dropout_p": 0.5}, {"right": 0}),
     ({"queries": 200, "keys": 260, "batch": 2, "mask": "bhqk", "dropout_p": 0.2, "value_dim": 40}, {}),
@@ -239,8 +243,8 @@ DROPOUT_MUTATIONS = {
     ),
     "factor of grad_value": (
         FILE,
-        "F::kDropout ? (float)a.dropout.keep_scale : 1,",
-        "1,",
+        "F::kDropout ? (float)a.dropout.keep_scale : 1;",
+        "1;",
         "wrong numbers in grad_value",
     ),
     "Z of dropped pairs": (
@@ -419,7 +423,12 @@ MASKED_MUTATIONS = {
         "  int before = 0, after = 0;",
         "deadlock|no barrier|wrong",
     ),
-    "a mark of the other warpgroup": (TILES, "kAllMark << (group_id() - 1)", "kAllMark << (2 - group_id())", "wrong"),
+    "a mark of the other warpgroup": (
+        TILES,
+        "kAllMark << F::first_row() / 64",
+        "kAllMark << (1 - F::first_row() / 64)",
+        "wrong",
+    ),
     "squares of a block": (TILES, "other0, 1, of.block0, kOwn)", "other0, 1, of.block0, 1)", "wrong"),
     "a block that sees nothing": (
         FILE,

@@ -1,0 +1,12 @@
+// Backward for bfloat16 wider than 128 on GPUs of compute capability 9.0.
+#include "backward_hopper.cuh"
+
+namespace mha_ext::cuda {
+
+template <>
+const char* backward_hopper_wide_of<BFloat16>(const Attention& a, const AttentionGrad& g,
+                                              Stream stream) {
+  return backward_hopper<BFloat16, 256>(a, g, stream);
+}
+
+}  // namespace mha_ext::cuda
