@@ -34,7 +34,7 @@ struct HopperOwn {
 template <class F>
 DEVICE void hold(HopperOwn<F>& own) {
   if constexpr (F::kHeld) {
-    const int row = F::first_row() + warp_id() % 4 * 16 + lane_id() % 16;
+    const int row = F::warp_row() + lane_id() % 16;
 #pragma unroll
     for (int k = 0; k < F::kWidth / 16; k++)
       load_matrices(own.scores[k], F::kOwnScores + paneled<F::kRows>(row, 2 * k + lane_id() / 16));
@@ -247,7 +247,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   if (row >= a.batch * (F::kOwnsKeys ? a.kv_heads : a.heads)) return;
   // The producer has all rows of the block.
   const bool produces = warp_id() < 4;
-  const HalfBlock of = half_block<F>(a, row, produces ? 0 : F::first_row() + warp_id() % 4 * 16);
+  const HalfBlock of = half_block<F>(a, row, produces ? 0 : F::warp_row());
   if (thread_id() == 0) {
     F::Tiles::init(4 * F::kConsumers * (F::kOwnsKeys ? kWarp : 1));
     F::Spoilt::init();

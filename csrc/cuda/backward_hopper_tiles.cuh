@@ -41,10 +41,13 @@ struct HopperBackward {
   using At = Turn<kStages>;
   DEVICE_MEMBER static Address score_tile(const At& at) { return Tiles::tile(at); }
   DEVICE_MEMBER static Address value_tile(const At& at) { return Tiles::tile(at) + kTileBytes; }
-  // Of a consumer: its first row of those of the block, and its first panel of the sums.
-  DEVICE_MEMBER static int consumer() { return group_id() - 1; }
-  DEVICE_MEMBER static int first_row() { return kHalves ? 0 : consumer() * 64; }
-  DEVICE_MEMBER static int first_panel() { return kHalves ? consumer() * kSumPanels : 0; }
+  // Of a consumer: its first row of those of the block, that of a warp, and its first panel of the
+  // sums.
+  DEVICE_MEMBER static int first_row() {
+    return kHalves ? 0 : shuffle((warp_id() / 4 - 1) * 64, 0);
+  }
+  DEVICE_MEMBER static int warp_row() { return kHalves ? warp_id() % 4 * 16 : warp_id() * 16 - 64; }
+  DEVICE_MEMBER static int first_panel() { return kHalves ? (group_id() - 1) * kSumPanels : 0; }
   DEVICE_MEMBER static Address sum_panels(Address tile) {
     return tile + (Address)(first_panel() * kOthers * kPanelBytes);
   }
@@ -245,7 +248,7 @@ template <class F>
 DEVICE void hopper_visible(const Attention& a, const HopperPlace& at, HopperPairs<F>& pairs) {
   using Part = typename F::Part;
   pairs.partial = at.tile < at.all || at.tile >= at.all_end;
-  if (a.mask.data) pairs.partial |= !(at.mark<F>() & kAllMark << F::first_row() / 64);
+  if (a.mask.data) pairs.partial |= !(at.mark<F>() & kAllMark << (F::kHalves ? 0 : group_id() - 1));
 #pragma unroll
   for (int part = 0; part < F::kParts; part++) {
     uint32_t bits[1] = {~0u};

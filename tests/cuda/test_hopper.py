@@ -425,8 +425,8 @@ MASKED_MUTATIONS = {
     ),
     "a mark of the other warpgroup": (
         TILES,
-        "kAllMark << F::first_row() / 64",
-        "kAllMark << (1 - F::first_row() / 64)",
+        "kAllMark << (F::kHalves ? 0 : group_id() - 1)",
+        "kAllMark << (2 - group_id())",
         "wrong",
     ),
     "squares of a block": (TILES, "other0, 1, of.block0, kOwn)", "other0, 1, of.block0, 1)", "wrong"),
