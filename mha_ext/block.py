@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mha_ext.arguments import Causal, EmptyRows, Window, check_dropout
+from mha_ext.cache import KVCache
 from mha_ext.modules import MultiHeadAttention
 
 if TYPE_CHECKING:
@@ -79,22 +80,32 @@ class AttentionBlock(nn.Module):
         x: Tensor,
         mask: Tensor | None = None,
         *,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
         bias: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         key_lengths: Tensor | None = None,
         causal: Causal | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        new_lengths: Tensor | None = None,
         need_weights: bool = False,
         average_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x [B, L, query_dim] to the same shape; the options and weights of `MultiHeadAttention`."""
+        """x [B, L, query_dim] to the same shape; the other arguments and the weights are `MultiHeadAttention`'s."""
         out, *weights = _as_tuple(
             self.attention(
                 x,
-                mask=mask,
+                key,
+                value,
+                mask,
                 bias=bias,
                 key_padding_mask=key_padding_mask,
                 key_lengths=key_lengths,
                 causal=causal,
+                positions=positions,
+                cache=cache,
+                new_lengths=new_lengths,
                 need_weights=need_weights,
                 average_weights=average_weights,
             )

@@ -11,6 +11,7 @@ from torch import Tensor
 from mha_ext.arguments import describe
 
 if TYPE_CHECKING:
+    from mha_ext.block import AttentionBlock
     from mha_ext.modules import MultiHeadAttention
 
 
@@ -78,15 +79,16 @@ class KVCache:
         self._same = True  # whether all lengths are `longest`
 
     @classmethod
-    def of(cls, layer: MultiHeadAttention, batch: int, max_length: int) -> KVCache:
-        """One for a layer, on its device and in its dtype."""
-        weight = next(layer.k_proj.parameters())  # of what wraps it, too
+    def of(cls, layer: MultiHeadAttention | AttentionBlock, batch: int, max_length: int) -> KVCache:
+        """One for a layer, or for that of a block, on its device and in its dtype."""
+        inner: MultiHeadAttention = getattr(layer, "attention", layer)
+        weight = next(inner.k_proj.parameters())  # of what wraps it, too
         return cls(
             batch,
-            layer.num_kv_heads // (layer.parallel.head_ranks if layer.parallel else 1),
+            inner.num_kv_heads // (inner.parallel.head_ranks if inner.parallel else 1),
             max_length,
-            layer.head_dim,
-            layer.value_head_dim,
+            inner.head_dim,
+            inner.value_head_dim,
             device=weight.device,
             dtype=weight.dtype,
         )

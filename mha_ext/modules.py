@@ -36,8 +36,9 @@ class MultiHeadAttention(nn.Module):
         q_proj, k_proj, v_proj -> split into heads -> attention -> merge the heads -> out_proj
 
     The four projections are `nn.Linear` children, called as modules: hooks, LoRA, quantization and
-    tensor parallelism see them. The number of heads is read off what they return, so a projection
-    that holds a shard of the heads works too. Splitting and merging the heads copies nothing.
+    tensor parallelism see them. `load_state_dict` takes that of an `nn.MultiheadAttention`, too.
+    The number of heads is read off what they return, so a projection that holds a shard of the
+    heads works too. Splitting and merging the heads copies nothing.
 
     Args:
         embed_dim: width of all heads together, num_heads · head_dim by default.
@@ -156,6 +157,25 @@ class MultiHeadAttention(nn.Module):
         for projection in (*inputs, self.out_proj):
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes the parameters of an `nn.MultiheadAttention`, too."""
+        given = {name: state_dict.get(f"{prefix}{name}") for name in _STACKED}
+        found: dict[str, Tensor] = {}
+        for kind in ("weight", "bias"):
+            stacked = given[f"in_proj_{kind}"]
+            if stacked is not None:
+                parts = stacked.chunk(3)
+                found |= {f"{n}_proj.{kind}": part for n, part in zip("qkv", parts, strict=True)}
+        for name in "qkv":
+            weight = given[f"{name}_proj_weight"]
+            if weight is not None:
+                found[f"{name}_proj.weight"] = weight
+        if found:
+            for name in _STACKED:
+                state_dict.pop(f"{prefix}{name}", None)
+            state_dict.update({f"{prefix}{name}": part for name, part in found.items()})
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(
         self,
@@ -377,6 +397,8 @@ class MultiHeadAttention(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
+# What nn.MultiheadAttention calls its parameters.
+_STACKED = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _WIDTHS = (
     "query_dim",
     "key_dim",

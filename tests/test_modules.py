@@ -316,3 +316,36 @@ def test_packages_are_there_when_they_are_asked_for() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="module 'mha_ext' has no attribute 'compatible'"):
         _ = mha_ext.compatible
+
+
+@pytest.mark.parametrize("widths", [{}, {"kdim": 10, "vdim": 14}])
+@pytest.mark.parametrize("bias", [False, True])
+def test_state_dict_of_torchs_module(widths: dict[str, int], bias: bool) -> None:
+    theirs = nn.Sequential(nn.MultiheadAttention(12, 3, bias=bias, batch_first=True, **widths))
+    options = {"key_dim": widths.get("kdim"), "value_dim": widths.get("vdim")}
+    ours = nn.Sequential(mha_ext.MultiHeadAttention(12, 3, bias=bias, **options))
+    saved = theirs.state_dict()
+    names = list(saved)
+    ours.load_state_dict(saved)
+    assert list(saved) == names
+    x, key, value = (torch.randn(2, 5, widths.get(name, 12)) for name in ("", "kdim", "vdim"))
+    expected, _ = theirs[0](x, key, value, need_weights=False)
+    torch.testing.assert_close(ours[0](x, key, value), expected)
+    with pytest.raises(RuntimeError, match="Unexpected key.*bias_k"):
+        ours.load_state_dict(
+            nn.Sequential(nn.MultiheadAttention(12, 3, add_bias_kv=True)).state_dict()
+        )
+
+
+@torch.no_grad()
+def test_a_block_decodes_and_attends_elsewhere() -> None:
+    block = mha_ext.AttentionBlock(16, 2, causal=True, rotary_base=100.0).eval()
+    x = torch.randn(2, 5, 16)
+    cache = mha_ext.KVCache.of(block, batch=2, max_length=5)
+    found = torch.cat([block(x[:, i : i + 1], cache=cache) for i in range(5)], 1)
+    torch.testing.assert_close(found, block(x))
+    torch.testing.assert_close(block(x, positions=torch.arange(5) + 7), block(x))
+    across = mha_ext.AttentionBlock(16, 2, key_dim=6).eval()
+    key = torch.randn(2, 7, 6)
+    expected = across.norm(x + across.attention(x, key))
+    torch.testing.assert_close(across(x, key=key), expected)
