@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class KVCache:
     @classmethod
     def of(cls, layer: MultiHeadAttention | AttentionBlock, batch: int, max_length: int) -> KVCache:
         """One for a layer, or for that of a block, on its device and in its dtype."""
-        inner: MultiHeadAttention = getattr(layer, "attention", layer)
+        inner: Any = getattr(layer, "attention", layer)
         weight = next(inner.k_proj.parameters())  # of what wraps it, too
         return cls(
             batch,
