@@ -205,8 +205,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return check.main(arguments.isa, arguments.dtype, verbose=arguments.verbose)
         print(info())
         return 0
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         line = " ".join(str(error).split())
+        if isinstance(error, RuntimeError):
+            if "allocate" not in line and "out of memory" not in line:
+                raise
+            line = f"the tensors do not fit into memory; choose a smaller shape ({line[-100:]})"
         print(f"mha-ext {arguments.command}: error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -165,6 +165,12 @@ def test_bad_options_are_one_line(
     assert len(shown.err.strip().splitlines()) == 1
 
 
+def test_a_shape_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--batch", "100000", "--heads", "1000", "--queries", "100000"]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("mha-ext profile: error: the tensors do not fit into memory")
+
+
 def test_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--dtype", "float32"]) == 0
     shown = capsys.readouterr().out
