@@ -31,12 +31,18 @@ OptionalSymInt optional_length(PyObject* object) {
   return object == Py_None ? std::nullopt : OptionalSymInt(read<int64_t>(object));
 }
 
-// Tensors, from the fourth on optional ones, of Python's own classes (Parameter is one), query of
-// so many dimensions.
+bool is_dense(const Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_nested();
+}
+
+// Dense tensors, from the fourth on optional ones, of Python's own classes (Parameter is one),
+// query of so many dimensions.
 bool direct(int64_t rank, PyObject* const* tensors, Py_ssize_t count) {
   if (count < 3 || at::impl::torch_function_mode_enabled()) return false;
-  for (Py_ssize_t i = 0; i < count; i++)
-    if (!THPVariable_CheckExact(tensors[i]) && (i < 3 || tensors[i] != Py_None)) return false;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    if (i >= 3 && tensors[i] == Py_None) continue;
+    if (!THPVariable_CheckExact(tensors[i]) || !is_dense(tensor(tensors[i]))) return false;
+  }
   return tensor(tensors[0]).dim() == rank;
 }
 
@@ -150,7 +156,8 @@ PyCFunction method(Function* function) {
 PyMethodDef methods[] = {
     {"is_direct", method(&is_direct), METH_FASTCALL,
      "is_direct(rank, query, key, value, *optional) -> bool\n\nWhether the functions below take "
-     "them: all plain tensors (the optional ones may be None), query of `rank` dimensions, no "
+     "them: all plain, dense tensors (the optional ones may be None), query of `rank` dimensions, "
+     "no "
      "function mode active."},
     {"attention_direct", method(&attention_direct), METH_FASTCALL,
      "attention_direct(query, key, value, mask, bias, key_lengths, seed, corner, window_left, "

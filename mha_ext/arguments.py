@@ -76,6 +76,8 @@ def check_tensors(
 ) -> None:
     if not isinstance(query, Tensor):
         raise TypeError(not_a_tensor("query", query))
+    for name, tensor in (("query", query), ("key", key), ("mask", mask), ("bias", bias)):
+        check_dense(name, tensor)
     if query.dim() != 4:  # the operators take more, and under vmap they are given one more
         raise ValueError(
             "query must have 4 dimensions [batch, heads, length, head_dim], but has shape "
@@ -96,6 +98,19 @@ def check_tensors(
         raise TypeError(not_a_tensor("key_lengths", key_lengths))
 
 
+def check_dense(name: str, tensor: object) -> None:
+    """Raises where it is a nested or sparse tensor."""
+    if not isinstance(tensor, Tensor):
+        return
+    if tensor.is_nested:
+        raise TypeError(
+            f"{name} must be dense, but is a nested tensor; pass torch.nested.to_padded_tensor({name}, 0.0) and "
+            "key_lengths"
+        )
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be dense, but is {tensor.layout}; pass {name}.to_dense()")
+
+
 def check_all_tensors(
     query: Tensor,
     key: Tensor,
@@ -108,6 +123,7 @@ def check_all_tensors(
     check_tensors(query, key, mask, bias, key_lengths)
     if not isinstance(value, Tensor):
         raise TypeError(not_a_tensor("value", value))
+    check_dense("value", value)
     if seed is not None and not isinstance(seed, Tensor):
         raise TypeError(
             "seed must be an int64 tensor of shape [2] on query's device, "

@@ -13,6 +13,7 @@ from mha_ext.arguments import (
     EmptyRows,
     Window,
     check_causal,
+    check_dense,
     check_dropout,
     check_empty_rows,
     check_window,
@@ -415,6 +416,8 @@ def _checked_shape(name: str, length: str, tensor: Tensor, width: int) -> torch.
         raise TypeError(
             f"{name} must be a tensor [B, {length}, {width}], not {type(tensor).__name__}"
         )
+    if tensor.is_nested:
+        check_dense(name, tensor)
     shape = tensor.shape
     if len(shape) != 3 or shape[2] != width:
         raise ValueError(

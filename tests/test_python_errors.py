@@ -30,6 +30,12 @@ BOTH = [
         ValueError,
         ["causal", "key_lengths", "lower_right"],
     ),
+    ({"key": QUERY.to_sparse()}, TypeError, ["key must be dense", "sparse_coo", "key.to_dense()"]),
+    (
+        {"mask": torch.eye(6).bool().to_sparse()},
+        TypeError,
+        ["mask must be dense", "mask.to_dense()"],
+    ),
     ({"causal": "lower-right"}, ValueError, ["causal", "'lower-right'", "lower_right"]),
     ({"causal": 1}, TypeError, ["causal", "int 1", "lower_right"]),
     ({"causal": None}, TypeError, ["causal", "NoneType", "False"]),
@@ -171,6 +177,12 @@ FORWARD = [
     ((X,), {"key_padding_mask": torch.ones(2, 5)}, TypeError, ["key_padding_mask", ".bool()"]),
     ((X,), {"key_padding_mask": [1]}, TypeError, ["key_padding_mask", "list"]),
     ((X,), {"causal": "left"}, ValueError, ["causal", "'left'"]),
+    (
+        (torch.nested.nested_tensor([X[0]]),),
+        {},
+        TypeError,
+        ["query must be dense", "nested", "lengths"],
+    ),
     (
         (X.double(),),
         {},
