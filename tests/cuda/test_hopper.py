@@ -39,6 +39,7 @@ const char* backward_hopper_of<BFloat16>(const Attention& a, const AttentionGrad
 """
 SOURCES: Mapping[str, str] = {"backward.cu": BACKWARD, "narrow.cu": NARROW, "rest.cu": REST}
 DROPOUT_SOURCES = {**SOURCES, "narrow.cu": NARROW.replace("64, false>", "64, true>")}
+WIDE_SOURCES = {**SOURCES, "narrow.cu": NARROW.replace("64, false>", "256, false>")}
 
 # options of the problem, and of the operator
 CASES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
@@ -267,6 +268,14 @@ DROPOUT_MUTATIONS = {
     ),
 }  # fmt: skip
 
+WIDE_MUTATIONS = {
+    "none": ("tile.cuh", "row * kRowBytes", "kRowBytes * row", ""),
+    "half that is stored": (FILE, "first = 64 * F::first_panel();", "first = 0;", "wrong"),
+    "half that is summed": (TILES, "first_panel() * kOthers * kPanelBytes", "0", "wrong"),
+    "rows of a warp": (TILES, "kHalves ? warp_id() % 4 * 16", "kHalves ? warp_id() % 2 * 16", "wrong"),
+    "places of pieces": (TILES, "(i % 2 ? 96 : 32)", "32", "wrong"),
+}  # fmt: skip
+
 
 FORWARD = """
 #include "forward_hopper.cuh"
@@ -485,5 +494,14 @@ def test_mutations_of_dropout(name: str, tmp_path: Path) -> None:
     file, old, new, sign = DROPOUT_MUTATIONS[name]
     library = Library(emulated.build(mutated(tmp_path, file, old, new, DROPOUT_SOURCES), ["-O1"]))
     case = ({"queries": 200, "keys": 260, "heads": 4, "kv_heads": 2, "dropout_p": 0.4}, {})
+    found = verdict(library, [case])
+    assert any(part in found for part in sign.split("|")) and bool(found) == bool(sign), found
+
+
+@pytest.mark.parametrize("name", WIDE_MUTATIONS)
+def test_mutations_of_wide_heads(name: str, tmp_path: Path) -> None:
+    file, old, new, sign = WIDE_MUTATIONS[name]
+    library = Library(emulated.build(mutated(tmp_path, file, old, new, WIDE_SOURCES), ["-O1"]))
+    case = ({"queries": 100, "keys": 130, "head_dim": 200, "value_dim": 136, "mask": "bhqk"}, {})
     found = verdict(library, [case])
     assert any(part in found for part in sign.split("|")) and bool(found) == bool(sign), found
