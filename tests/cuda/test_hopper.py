@@ -55,7 +55,7 @@ CASES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"queries": 300, "keys": 260, "mask": "bhqk", "heads": 4, "squares": True}, {}),
     ({"queries": 400, "keys": 520, "head_dim": 128, "mask": "b1qk", "squares": True}, {"right": 0}),
     ({"queries": 150, "keys": 200, "head_dim": 256}, {}),
-    ({"queries": 200, "keys": 170, "head_dim": 160, "value_dim": 96, "dropout_p": 0.3}, {"right": 0}),
+    ({"queries": 200, "keys": 170, "head_dim": 160, "value_dim": 96}, {"right": 0}),
     ({"queries": 130, "keys": 260, "head_dim": 40, "value_dim": 200, "heads": 4, "kv_heads": 2}, {"left": 70}),
     ({"queries": 260, "keys": 330, "head_dim": 256, "mask": "bhqk", "squares": True, "dtype": torch.float16}, {}),
     ({"queries": 150, "keys": 200, "dropout_p": 0.3}, {}),
