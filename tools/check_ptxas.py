@@ -42,7 +42,7 @@ BUDGETS = [
     (r"weights_kernel", 128),
     (r"combine_kernel", 80),
     (
-        r"upload_kernel|pack_mask_kernel|summarize_mask_kernel|uniform_rows_kernel|delta_(tangent_)?kernel|bias_finish_kernel|constant_bias_kernel",
+        r"upload_kernel|align_rows_kernel|pack_mask_kernel|summarize_mask_kernel|uniform_rows_kernel|delta_(tangent_)?kernel|bias_finish_kernel|constant_bias_kernel",
         64,
     ),
 ]
