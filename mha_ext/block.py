@@ -96,9 +96,9 @@ class AttentionBlock(nn.Module):
         out, *weights = _as_tuple(
             self.attention(
                 x,
-                key,
-                value,
-                mask,
+                key=key,
+                value=value,
+                mask=mask,
                 bias=bias,
                 key_padding_mask=key_padding_mask,
                 key_lengths=key_lengths,

@@ -201,7 +201,7 @@ class MultiHeadAttention(nn.Module):
             query: [B, Lq, query_dim].
             key: [B, Lk, key_dim]; query by default.
             value: [B, Lk, value_dim]; key by default.
-            mask: bool or integer, nonzero = attend: [Lq, Lk], or four dimensions broadcastable to
+            mask: bool or integer, nonzero = attend: [Lk], [Lq, Lk], or four dimensions broadcastable to
                 [B, H, Lq, Lk].
             bias: added to the scaled scores, broadcastable to [B, H, Lq, Lk], with a gradient.
             key_padding_mask: bool or integer [B, Lk], nonzero = attend; combined with ``mask``. With ``cache``, Lk
@@ -473,10 +473,10 @@ def _join_masks(
         if not isinstance(mask, Tensor):
             raise TypeError(f"mask must be a bool or integer tensor, not {type(mask).__name__}")
         _check_not_floating("mask", mask)
-        if mask.dim() not in (2, 4):
+        if mask.dim() == 3:
             raise ValueError(
                 f"mask must be [Lq, Lk] or 4-D, not {list(mask.shape)}: pass mask[:, None] "
-                "if it is [B, Lq, Lk], mask[None] if it is [H, Lq, Lk], key_padding_mask=mask[None] if it is [Lk]"
+                "if it is [B, Lq, Lk], mask[None] if it is [H, Lq, Lk]"
             )
     if padding is None:
         return mask
@@ -494,12 +494,10 @@ def _join_masks(
     padding = padding[:, None, None, :]
     if mask is None:
         return padding
-    wanted = (batch, None, query.shape[1], keys)[
-        -mask.dim() :
-    ]  # who has how many heads is seen later
-    if any(
+    wanted = (batch, None, query.shape[1], keys)  # who has how many heads is seen later
+    if mask.dim() > 4 or any(
         size != 1 and whole is not None and size != whole
-        for size, whole in zip(mask.shape, wanted, strict=True)
+        for size, whole in zip(mask.shape, wanted[4 - mask.dim() :], strict=True)
     ):
         raise ValueError(
             f"mask must be [Lq, Lk] or broadcast to [B, H, Lq, Lk], with B = {batch}, Lq = {query.shape[1]} and "

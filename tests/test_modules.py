@@ -349,3 +349,15 @@ def test_a_block_decodes_and_attends_elsewhere() -> None:
     key = torch.randn(2, 7, 6)
     expected = across.norm(x + across.attention(x, key))
     torch.testing.assert_close(across(x, key=key), expected)
+
+
+def test_masks_of_every_rank_beside_padding() -> None:
+    layer = mha_ext.MultiHeadAttention(16, 2)
+    x = torch.randn(2, 5, 16)
+    padding = torch.ones(2, 5).bool()
+    padding[1, 3:] = False
+    for shape in ((), (5,), (5, 5), (2, 1, 5, 5), (1, 2, 1, 1)):
+        mask = torch.rand(shape) < 0.7
+        whole = mask.expand(2, 2, 5, 5) & padding[:, None, None, :]
+        found = layer(x, mask=mask, key_padding_mask=padding)
+        torch.testing.assert_close(found, layer(x, mask=whole))

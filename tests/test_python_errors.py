@@ -164,12 +164,6 @@ FORWARD = [
     ((X,), {"mask": [1]}, TypeError, ["mask", "list"]),
     (
         (X,),
-        {"mask": torch.ones(5).bool()},
-        ValueError,
-        ["mask", "[5]", "key_padding_mask=mask[None]"],
-    ),
-    (
-        (X,),
         {"key_padding_mask": torch.ones(2, 4).bool()},
         ValueError,
         ["key_padding_mask", "[2, 5]", "[2, 4]"],
