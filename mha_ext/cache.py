@@ -207,7 +207,7 @@ class KVCache:
         """Sequence i becomes what sequence ``indices[i]`` was, as beam search needs it.
 
         Raises:
-            TypeError, ValueError: where ``indices`` is not an integer tensor [n] of sequences.
+            TypeError, ValueError, IndexError: where ``indices`` is not an integer tensor [n] of sequences.
         """
         _check_lengths(
             indices,

@@ -13,7 +13,6 @@ from mha_ext.arguments import (
     EmptyRows,
     Window,
     check_causal,
-    check_dense,
     check_dropout,
     check_empty_rows,
     check_window,
@@ -24,6 +23,13 @@ from mha_ext.functional import (
     merged_attention,
     split_heads,
     weights_from_lse,
+)
+from mha_ext.layer_arguments import (
+    check_dtype,
+    check_positive,
+    check_rotary,
+    checked_shape,
+    join_masks,
 )
 from mha_ext.linear import FastLinear
 
@@ -93,8 +99,8 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_positive("embed_dim", embed_dim)
-        _check_positive("num_heads", num_heads)
+        check_positive("embed_dim", embed_dim)
+        check_positive("num_heads", num_heads)
         if head_dim is None:
             if embed_dim % num_heads:
                 raise ValueError(
@@ -112,7 +118,7 @@ class MultiHeadAttention(nn.Module):
         self.value_head_dim = head_dim if value_head_dim is None else value_head_dim
         self.out_dim = embed_dim if out_dim is None else out_dim
         for name in _WIDTHS:
-            _check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         if num_heads % self.num_kv_heads:
             raise ValueError(
                 "num_heads must be a multiple of num_kv_heads, "
@@ -128,7 +134,7 @@ class MultiHeadAttention(nn.Module):
         self.empty_rows = empty_rows
         self.fast_linear = fast_linear
         if rotary_base is not None:
-            _check_rotary(rotary_base, self.head_dim)
+            check_rotary(rotary_base, self.head_dim)
         self.rotary_base = rotary_base
 
         def linear(width: int, out_width: int) -> nn.Linear:
@@ -233,7 +239,7 @@ class MultiHeadAttention(nn.Module):
             )
         if mask is not None or key_padding_mask is not None:
             past = 0 if cache is None else cache.longest
-            mask = _join_masks(mask, key_padding_mask, query, key, past)
+            mask = join_masks(mask, key_padding_mask, query, key, past)
         causal = self.causal if causal is None else causal
 
         projections: Any = self._modules  # what self.q_proj finds, sooner
@@ -307,17 +313,17 @@ class MultiHeadAttention(nn.Module):
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         width = self.query_dim
-        query_shape = _checked_shape("query", "Lq", query, width)
-        _check_dtype("query", query, self.q_proj)
+        query_shape = checked_shape("query", "Lq", query, width)
+        check_dtype("query", query, self.q_proj)
         if key is not query:
-            _check_dtype("key", key, self.k_proj)
+            check_dtype("key", key, self.k_proj)
         if value is not key:
-            _check_dtype("value", value, self.v_proj)
+            check_dtype("value", value, self.v_proj)
         key_shape = value_shape = query_shape
         if key is not query or self.key_dim != width:
-            key_shape = value_shape = _checked_shape("key", "Lk", key, self.key_dim)
+            key_shape = value_shape = checked_shape("key", "Lk", key, self.key_dim)
         if value is not key or self.value_dim != self.key_dim:
-            value_shape = _checked_shape("value", "Lk", value, self.value_dim)
+            value_shape = checked_shape("value", "Lk", value, self.value_dim)
         if query_shape[0] != key_shape[0]:
             raise ValueError(
                 f"key must have query's batch size {query_shape[0]}, not {key_shape[0]}; "
@@ -411,107 +417,5 @@ _WIDTHS = (
 )
 
 
-def _checked_shape(name: str, length: str, tensor: Tensor, width: int) -> torch.Size:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(
-            f"{name} must be a tensor [B, {length}, {width}], not {type(tensor).__name__}"
-        )
-    if tensor.is_nested:
-        check_dense(name, tensor)
-    shape = tensor.shape
-    if len(shape) != 3 or shape[2] != width:
-        raise ValueError(
-            f"{name} must be [B, {length}, {width}], not {list(shape)}; "
-            f"set {name}_dim for another width, pass {name}[None] for a single sequence"
-        )
-    return shape
-
-
-def _check_dtype(name: str, tensor: Tensor, projection: nn.Module) -> None:
-    """What nn.Linear refuses without a name. What wraps one, or a hook before it, may change dtypes."""
-    if type(projection) not in (nn.Linear, FastLinear) or projection._forward_pre_hooks:
-        return
-    dtype = projection.weight.dtype
-    if isinstance(tensor, Tensor) and tensor.dtype != dtype:
-        if not torch.is_autocast_enabled(tensor.device.type):
-            raise TypeError(
-                f"{name} must have the layer's dtype {dtype}, not {tensor.dtype}; pass {name}.to({dtype}), or make it "
-                f"layer.to({tensor.dtype})"
-            )
-
-
 def _positions(positions: Tensor | None, heads: Tensor) -> Tensor:
     return torch.arange(heads.shape[2], device=heads.device) if positions is None else positions
-
-
-def _check_rotary(rotary_base: object, head_dim: int) -> None:
-    if isinstance(rotary_base, bool) or not isinstance(rotary_base, int | float):
-        raise TypeError(
-            f"rotary_base must be a float or None, not {type(rotary_base).__name__} {rotary_base!r}; "
-            "pass 10000.0, the usual one"
-        )
-    if not 0 < rotary_base < math.inf:
-        raise ValueError(f"rotary_base must be positive, not {rotary_base}; pass 10000.0")
-    if head_dim % 2:
-        raise ValueError(
-            f"head_dim must be even with rotary_base, not {head_dim}; pass another head_dim"
-        )
-
-
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a positive int, not {type(value).__name__} {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, not {value}")
-
-
-def _join_masks(
-    mask: Tensor | None, padding: Tensor | None, query: Tensor, key: Tensor, past: int
-) -> Tensor | None:
-    """One mask for the operator: broadcastable to [B, H, Lq, Lk], expanded nowhere; ``past`` keys are cached."""
-    if mask is not None:
-        if not isinstance(mask, Tensor):
-            raise TypeError(f"mask must be a bool or integer tensor, not {type(mask).__name__}")
-        _check_not_floating("mask", mask)
-        if mask.dim() == 3:
-            raise ValueError(
-                f"mask must be [Lq, Lk] or 4-D, not {list(mask.shape)}: pass mask[:, None] "
-                "if it is [B, Lq, Lk], mask[None] if it is [H, Lq, Lk]"
-            )
-    if padding is None:
-        return mask
-    if not isinstance(padding, Tensor):
-        raise TypeError(
-            f"key_padding_mask must be a bool or integer tensor, not {type(padding).__name__}"
-        )
-    _check_not_floating("key_padding_mask", padding)
-    batch, keys = key.shape[0], past + key.shape[1]
-    if padding.shape != (batch, keys):
-        raise ValueError(
-            f"key_padding_mask must be [B, Lk] = {[batch, keys]}, "
-            f"not {list(padding.shape)}; pass a mask of another shape as mask"
-        )
-    padding = padding[:, None, None, :]
-    if mask is None:
-        return padding
-    wanted = (batch, None, query.shape[1], keys)  # who has how many heads is seen later
-    if mask.dim() > 4 or any(
-        size != 1 and whole is not None and size != whole
-        for size, whole in zip(mask.shape, wanted[4 - mask.dim() :], strict=True)
-    ):
-        raise ValueError(
-            f"mask must be [Lq, Lk] or broadcast to [B, H, Lq, Lk], with B = {batch}, Lq = {query.shape[1]} and "
-            f"Lk = {keys}, but is {list(mask.shape)}"
-        )
-    for dim, stride in enumerate(mask.stride()):
-        if stride == 0 and mask.shape[dim] > 1:
-            mask = mask.narrow(dim, 0, 1)  # an expanded dimension need not be written out
-    return torch.logical_and(mask, padding)
-
-
-def _check_not_floating(name: str, mask: Tensor) -> None:
-    if mask.is_floating_point() or mask.is_complex():
-        raise TypeError(
-            f"{name} must be bool or integer, not {mask.dtype}; pass {name}.bool() to keep nonzero "
-            f"positions, or bias={'mask' if name == 'mask' else name + '[:, None, None]'} to add it"
-        )

@@ -1,7 +1,8 @@
 """What one wants to know of the attention weights, without the quadratic matrix.
 
 Each function makes the probabilities of a few queries at a time with the kernel behind `attention_weights`, reduces
-them, and lets them go: memory is linear in the lengths, also for the gradients, which make them again.
+them, and lets them go: memory is linear in the lengths, also for the gradients, which make them again. (Not so the
+gradients of `torch.func`, which knows no checkpoints: there the probabilities are kept, and memory is quadratic.)
 """
 
 from __future__ import annotations
@@ -141,7 +142,6 @@ def _chunks(
         return reduce(p.float() if widen and p.dtype in (torch.float16, torch.bfloat16) else p)
 
     bias = options.get("bias")
-    # torch.func knows no checkpoints: there the probabilities are kept.
     differentiable = (
         torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (query, key, bias))

@@ -1,0 +1,116 @@
+"""What the layers are given: checks of sizes, inputs and masks, and one mask out of two.
+
+What the functions take is checked in `mha_ext.arguments`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from mha_ext.arguments import check_dense
+from mha_ext.linear import FastLinear
+
+
+def checked_shape(name: str, length: str, tensor: Tensor, width: int) -> torch.Size:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor [B, {length}, {width}], not {type(tensor).__name__}"
+        )
+    if tensor.is_nested:
+        check_dense(name, tensor)
+    shape = tensor.shape
+    if len(shape) != 3 or shape[2] != width:
+        raise ValueError(
+            f"{name} must be [B, {length}, {width}], not {list(shape)}; "
+            f"set {name}_dim for another width, pass {name}[None] for a single sequence"
+        )
+    return shape
+
+
+def check_dtype(name: str, tensor: Tensor, projection: nn.Module) -> None:
+    """What nn.Linear refuses without a name. What wraps one, or a hook before it, may change dtypes."""
+    if type(projection) not in (nn.Linear, FastLinear) or projection._forward_pre_hooks:
+        return
+    dtype = projection.weight.dtype
+    if isinstance(tensor, Tensor) and tensor.dtype != dtype:
+        if not torch.is_autocast_enabled(tensor.device.type):
+            raise TypeError(
+                f"{name} must have the layer's dtype {dtype}, not {tensor.dtype}; pass {name}.to({dtype}), or make it "
+                f"layer.to({tensor.dtype})"
+            )
+
+
+def check_rotary(rotary_base: object, head_dim: int) -> None:
+    if isinstance(rotary_base, bool) or not isinstance(rotary_base, int | float):
+        raise TypeError(
+            f"rotary_base must be a float or None, not {type(rotary_base).__name__} {rotary_base!r}; "
+            "pass 10000.0, the usual one"
+        )
+    if not 0 < rotary_base < math.inf:
+        raise ValueError(f"rotary_base must be positive, not {rotary_base}; pass 10000.0")
+    if head_dim % 2:
+        raise ValueError(
+            f"head_dim must be even with rotary_base, not {head_dim}; pass another head_dim"
+        )
+
+
+def check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a positive int, not {type(value).__name__} {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, not {value}")
+
+
+def join_masks(
+    mask: Tensor | None, padding: Tensor | None, query: Tensor, key: Tensor, past: int
+) -> Tensor | None:
+    """One mask for the operator: broadcastable to [B, H, Lq, Lk], expanded nowhere; ``past`` keys are cached."""
+    if mask is not None:
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"mask must be a bool or integer tensor, not {type(mask).__name__}")
+        _check_not_floating("mask", mask)
+        if mask.dim() == 3:
+            raise ValueError(
+                f"mask must be [Lq, Lk] or 4-D, not {list(mask.shape)}: pass mask[:, None] "
+                "if it is [B, Lq, Lk], mask[None] if it is [H, Lq, Lk]"
+            )
+    if padding is None:
+        return mask
+    if not isinstance(padding, Tensor):
+        raise TypeError(
+            f"key_padding_mask must be a bool or integer tensor, not {type(padding).__name__}"
+        )
+    _check_not_floating("key_padding_mask", padding)
+    batch, keys = key.shape[0], past + key.shape[1]
+    if padding.shape != (batch, keys):
+        raise ValueError(
+            f"key_padding_mask must be [B, Lk] = {[batch, keys]}, "
+            f"not {list(padding.shape)}; pass a mask of another shape as mask"
+        )
+    padding = padding[:, None, None, :]
+    if mask is None:
+        return padding
+    wanted = (batch, None, query.shape[1], keys)  # who has how many heads is seen later
+    if mask.dim() > 4 or any(
+        size != 1 and whole is not None and size != whole
+        for size, whole in zip(mask.shape, wanted[4 - mask.dim() :], strict=True)
+    ):
+        raise ValueError(
+            f"mask must be [Lq, Lk] or broadcast to [B, H, Lq, Lk], with B = {batch}, Lq = {query.shape[1]} and "
+            f"Lk = {keys}, but is {list(mask.shape)}"
+        )
+    for dim, stride in enumerate(mask.stride()):
+        if stride == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)  # an expanded dimension need not be written out
+    return torch.logical_and(mask, padding)
+
+
+def _check_not_floating(name: str, mask: Tensor) -> None:
+    if mask.is_floating_point() or mask.is_complex():
+        raise TypeError(
+            f"{name} must be bool or integer, not {mask.dtype}; pass {name}.bool() to keep nonzero "
+            f"positions, or bias={'mask' if name == 'mask' else name + '[:, None, None]'} to add it"
+        )
