@@ -6,6 +6,7 @@ import copy
 import math
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -308,12 +309,12 @@ def test_state_dict_and_repr() -> None:
     assert mha_ext.MultiHeadAttention(16, 4).extra_repr() == "embed_dim=16, num_heads=4"
 
 
-def test_packages_are_there_when_they_are_asked_for() -> None:
+def test_packages_are_there_when_they_are_asked_for(tmp_path: Path) -> None:
     code = (
         "import mha_ext, sys; assert not {'mha_ext.compat', 'mha_ext.visualize'} & set(sys.modules); "
         "mha_ext.compat.from_torch; mha_ext.visualize; mha_ext.distributed; mha_ext.integrations"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)  # not the source tree
     with pytest.raises(AttributeError, match="module 'mha_ext' has no attribute 'compatible'"):
         _ = mha_ext.compatible
 
