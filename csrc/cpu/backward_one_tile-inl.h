@@ -28,6 +28,7 @@ template <class K>
 bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
                        BackwardScratch<K>& w) {
   using T = typename K::T;
+  using X = typename K::X;
   using S = typename K::S;
   const int64_t rows = a.queries, keys = a.keys, d = a.head_dim, dv = a.value_dim;
   if (a.uniform_empty_rows && g.grad_value.data && any_empty_row<K>(a, b, h)) return false;
@@ -36,9 +37,20 @@ bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, in
   const bool last = h + 1 == a.heads;
   const int64_t next_h = last ? 0 : h + 1, next_b = last ? b + 1 : b;
   const bool ahead = next_b < a.batch, grads = g.grad_out.data != nullptr;
+  // Beside which product the next head is asked for, if there is that product.
+  const bool value_too = g.grad_query.data && rows > kWidthGroup && a.value.row == a.key.row;
+  const auto ask = [&](bool beside, const Rows& t, int64_t count, int64_t columns)
+                       __attribute__((always_inline)) {
+                         if (ahead && !beside) ask_for<K>(t, next_b, next_h, count, columns);
+                       };
   load_queries<K>(a, g, b, h, 0, rows, w);
-  if (ahead) ask_for<K>(a.query, next_b, next_h, rows, d);
-  if (ahead && grads) ask_for<K>(g.grad_out, next_b, next_h, rows, dv);
+  ask(g.grad_key.data, a.query, rows, d);
+  ask(g.grad_query.data, a.key, keys, d);
+  if (grads) {
+    ask(g.grad_value.data, g.grad_out, rows, dv);
+    ask(value_too, a.value, keys, dv);
+    ask(w.whole, a.out, rows, dv);
+  }
   const auto in_place = [&](const S* from, const Rows& t, int64_t columns, typename K::Unit* to) {
     if constexpr (K::kInPlace)
       return Operand{(const char*)from, t.row * (int64_t)sizeof(S), sizeof(S)};
@@ -58,37 +70,42 @@ bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, in
       visible == Visibility::kPartial &&
       !(all_finite<K>(query, a.query.row, rows, d) && all_finite<K>(key, a.key.row, keys, d) &&
         (!grads || all_finite<K>(grad_out, g.grad_out.row, rows, dv)));
+  const auto to_next = [&](const Rows& t, const void* here) {
+    return ahead ? bytes_to<K>(t, next_b, next_h, here) : 0;
+  };
+  const auto read = [&](const S* data, const Rows& t, int64_t count, int64_t columns) {
+    return WidthRows<K>{data, t.row, count, columns, to_next(t, data)};
+  };
   const auto write = [&]<Contiguous kA>(const WidthRows<K>& x, int64_t count, const T* weights,
-                                        const Rows& to, T* sums) __attribute__((always_inline)) {
+                                        const Rows& t, T* sums) __attribute__((always_inline)) {
+    S* to = row_of<K>(t, b, h, 0);
     if (dirty)
-      width_selected<K, kA>(x, count, weights, w.bits, row_of<K>(to, b, h, 0), to.row, sums);
+      width_selected<K, kA>(x, count, weights, w.bits, to, t.row, sums);
     else
-      width_rows<K, kA>(x, count, weights, row_of<K>(to, b, h, 0), to.row);
+      width_rows<K, kA>(x, count, weights, to, t.row, to_next(t, to));
   };
   if (w.whole)  // a bias that is constant along the keys wants it
-    __builtin_memcpy((T*)g.delta + (b * a.heads + h) * rows, w.shift, (size_t)rows * sizeof(T));
-  if (ahead) ask_for<K>(a.key, next_b, next_h, keys, d);
-  for (int64_t r = 0; r < kRow; r++) w.one[r] = 1;
-  if (g.grad_bias.data && bias_is_dense(a, g.grad_bias))
+    for (int64_t r = 0; r < rows; r += K::kLanes)
+      store_up_to<X>((T*)g.delta + (b * a.heads + h) * rows + r, X::load(w.shift + r), rows - r);
+  if (g.grad_bias.data && bias_is_dense(a, g.grad_bias)) {
+    for (int64_t r = 0; r < kRow; r++) w.one[r] = 1;
     store_bias_tile<K>(a, g, b, h, 0, rows, 0, keys, w.one, w.ds);
+  }
   if (bias_is_added(a, g.grad_bias)) add_bias_tile<K>(g, b, h, 0, rows, 0, keys, w.ds);
-  if (ahead && g.grad_value.data) ask_for<K>(g.grad_value, next_b, next_h, keys, dv);
   if (g.grad_value.data) {
     scale_tile<K>((T)a.dropout.keep_scale, keys, vectors_of<K>(rows), w.p);
-    write.template operator()<Contiguous::kAlongT>({grad_out, g.grad_out.row, rows, dv}, keys, w.p,
+    write.template operator()<Contiguous::kAlongT>(read(grad_out, g.grad_out, rows, dv), keys, w.p,
                                                    g.grad_value, w.grad_value);
   }
-  if (ahead && grads) ask_for<K>(a.value, next_b, next_h, keys, dv);
   scale_tile<K>((T)a.scale, keys, vectors_of<K>(rows), w.ds);
-  if (ahead && g.grad_key.data) ask_for<K>(g.grad_key, next_b, next_h, keys, d);
   if (g.grad_key.data)
-    write.template operator()<Contiguous::kAlongT>({query, a.query.row, rows, d}, keys, w.ds,
+    write.template operator()<Contiguous::kAlongT>(read(query, a.query, rows, d), keys, w.ds,
                                                    g.grad_key, w.grad_key);
-  if (ahead && grads && !w.whole) ask_for<K>(a.out, next_b, next_h, rows, dv);
-  if (ahead && g.grad_query.data) ask_for<K>(g.grad_query, next_b, next_h, rows, d);
-  if (g.grad_query.data)
-    write.template operator()<Contiguous::kAlongM>({key, a.key.row, keys, d}, rows, w.ds,
-                                                   g.grad_query, w.grad_key);
+  if (g.grad_query.data) {
+    WidthRows<K> x = read(key, a.key, keys, d);
+    if (value_too) x.then = to_next(a.value, key);
+    write.template operator()<Contiguous::kAlongM>(x, rows, w.ds, g.grad_query, w.grad_key);
+  }
   return true;
 }
 

@@ -65,10 +65,7 @@ void delta(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int
     typename X::V found = X::sum_each(sums);
     if (g.grad_lse) found = X::sub(found, load_up_to<X>((const T*)g.grad_lse + at + r, height));
     T* to = (T*)g.delta + at + r;
-    if (height == kLanes)
-      X::store(to, found);
-    else
-      X::store(to, found, height);
+    store_up_to<X>(to, found, height);
   }
 }
 

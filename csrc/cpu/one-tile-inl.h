@@ -42,9 +42,11 @@ bool one_tile_weights(const Attention& a, int64_t b, int64_t h, Operand key_rows
   }
   const int64_t at = (b * a.heads + h) * a.queries + q.q0;
   T high[kRow], low[kRow];
-  add_logs(q.vectors * K::kLanes, q.m, q.l, -(T)INFINITY, high, low);
-  __builtin_memcpy((T*)a.lse + at, high, (size_t)q.rows * sizeof(T));
-  __builtin_memcpy((T*)a.lse_low + at, low, (size_t)q.rows * sizeof(T));
+  add_logs(round_up(q.rows, 4), q.m, q.l, -(T)INFINITY, high, low);  // whole vectors of doubles
+  for (int64_t r = 0; r < q.rows; r += K::kLanes) {
+    store_up_to<X>((T*)a.lse + at + r, X::load(high + r), q.rows - r);
+    store_up_to<X>((T*)a.lse_low + at + r, X::load(low + r), q.rows - r);
+  }
   uint64_t empty = 0;
   for (int64_t i = 0; i < q.vectors * K::kLanes; i += K::kLanes)
     empty |= X::bits(X::eq(X::load(q.l + i), X::zero())) << i;
@@ -81,21 +83,28 @@ void forward_one_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int6
   QueryBlock<K>& q = w.blocks[0];
   const bool last = h + 1 == a.heads;
   const int64_t next_h = last ? 0 : h + 1, next_b = last ? b + 1 : b;
+  const int64_t next_kv = kv_head(a, next_h);
   const bool ahead = a.queries <= kTile && next_b < a.batch;
   for (q.q0 = q0; q.q0 < q0 + rows; q.q0 += kTile) {
     q.rows = min_of(kTile, q0 + rows - q.q0);
     q.vectors = vectors_of<K>(q.rows);
     if (ahead) ask_for<K>(a.query, next_b, next_h, q.rows, a.head_dim);
     const bool partial = one_tile_weights<K>(a, b, h, key_rows, q, w);
-    if (ahead) ask_for<K>(a.key, next_b, kv_head(a, next_h), keys, a.head_dim);
     typename K::S* to = row_of<K>(a.out, b, h, q.q0);
-    const WidthRows<K> values{value, a.value.row, keys, columns};
+    WidthRows<K> values{value, a.value.row, keys, columns};
+    int64_t to_next = 0;
+    if (ahead) {
+      to_next = bytes_to<K>(a.out, next_b, next_h, to);
+      values.next = bytes_to<K>(a.value, next_b, next_kv, value);
+      if (q.rows > kWidthGroup && a.key.row == a.value.row)
+        values.then = bytes_to<K>(a.key, next_b, next_kv, value);
+      else
+        ask_for<K>(a.key, next_b, next_kv, keys, a.head_dim);
+    }
     if (partial && !all_finite<K>(value, a.value.row, keys, columns))
       width_selected<K, Contiguous::kAlongM>(values, q.rows, w.s, w.bits, to, a.out.row, q.out);
     else
-      width_rows<K, Contiguous::kAlongM>(values, q.rows, w.s, to, a.out.row);
-    if (ahead) ask_for<K>(a.out, next_b, next_h, q.rows, columns);
-    if (ahead) ask_for<K>(a.value, next_b, kv_head(a, next_h), keys, columns);
+      width_rows<K, Contiguous::kAlongM>(values, q.rows, w.s, to, a.out.row, to_next);
   }
 }
 

@@ -10,6 +10,8 @@ struct Operand {  // A(m, t) at data + m * m_stride + t * t_stride, strides in b
   int64_t m_stride, t_stride;
 };
 
+constexpr int64_t kLine = 64;  // bytes that memory hands over together
+
 // Memory that will be wanted soon. Asked for at once it would fill the few buffers that wait for
 // lines and hold up everything else; so products ask for a line with each step.
 class Ahead {
@@ -41,7 +43,7 @@ class Ahead {
     if (--piece.rows <= 0) begin_++;
   }
 
-  static constexpr int64_t kLine = 64, kLongest = 512;
+  static constexpr int64_t kLongest = 512;
   static constexpr unsigned kMost = 16;
   struct Piece {
     const char* row;

@@ -56,6 +56,13 @@ template <class X, class From>
 typename X::V load_up_to(const From* p, int64_t n) {
   return n >= X::kLanes ? X::load(p) : X::load(p, n);
 }
+template <class X, class To>
+void store_up_to(To* p, typename X::V v, int64_t n) {
+  if (n >= X::kLanes)
+    X::store(p, v);
+  else
+    X::store(p, v, n);
+}
 
 // Rows that will be wanted next: asked for in their order, a share with each of `units` pieces of
 // work.
@@ -77,7 +84,6 @@ class NextRows {
   }
 
  private:
-  static constexpr int64_t kLine = 64;
   const char* row_ = nullptr;
   int64_t stride_ = 0, bytes_ = 0, rows_ = 0, share_ = 0, at_ = 0;
 };

@@ -3,35 +3,53 @@
 namespace mha_ext::cpu {
 namespace {
 
-// What the next head reads and writes, and the last tile has not brought: heads are short, and no
-// machine foresees where the next one starts. Every line that a row touches, into the second cache:
-// the few buffers that wait for lines of the first one would hold up everything else. Inline, as a
-// compiler drops calls that do nothing but ask.
+// Heads are short, and no machine foresees where the next one starts. So what it reads and writes
+// is asked for, into the second cache: the few buffers that wait for lines of the first one would
+// hold up everything else. Where rows of this head are read or written here, the same places of the
+// next one are asked for meanwhile, by an instruction for each line; many at once would wait for
+// one another. By the last byte of a line's worth: the line of the first one is often that in which
+// the row before it, or the head before, has ended.
+template <int64_t kBytes>
+[[gnu::always_inline]] inline void ask_beside(const void* piece, int64_t next) {
+#pragma GCC unroll 4
+  for (int64_t end = kLine; end < kBytes + kLine; end += kLine)
+    __builtin_prefetch((const void*)((uintptr_t)piece + next + min_of(end, kBytes) - 1), 0, 2);
+}
+// How far it is from `here` to a head's first row.
+template <class K>
+int64_t bytes_to(const Rows& t, int64_t b, int64_t h, const void* here) {
+  return (int64_t)((uintptr_t)row_of<K>(t, b, h, 0) - (uintptr_t)here);
+}
+// What nobody walks beside, at once. Inline, as a compiler drops calls that do nothing but ask.
 template <class K>
 [[gnu::always_inline]] inline void ask_for(const Rows& t, int64_t b, int64_t h, int64_t rows,
                                            int64_t columns) {
-  constexpr int64_t kLine = 64;
-  for (int64_t r = 0; r < rows; r++) {
-    const char* row = (const char*)row_of<K>(t, b, h, r);
-    const char* const end = row + columns * (int64_t)sizeof(typename K::S);
-    for (row -= (uintptr_t)row % kLine; row < end; row += kLine) __builtin_prefetch(row, 0, 2);
-  }
+  constexpr int64_t kItem = sizeof(typename K::S);
+  const char* last = (const char*)row_of<K>(t, b, h, 0) + columns * kItem - 1;
+  for (int64_t r = 0; r < rows; r++, last += t.row * kItem)
+    for (int64_t at = 0; at < columns * kItem; at += kLine) __builtin_prefetch(last - at, 0, 2);
 }
 
-// Rows in memory that are added up with weights.
+// Rows in memory that are added up with weights. `next`: how many bytes further the rows are that
+// are asked for beside them; 0: none. `then`: in place of `next`, for the second group of sums.
 template <class K>
 struct WidthRows {
   const typename K::S* data;
   int64_t stride, count, columns;
+  int64_t next = 0, then = 0;
 };
+// So many rows of sums are one group.
+constexpr int64_t kWidthGroup = 6;
 
 // to[r][d] = sum_n weight(r, n) x[n][d] for kRows rows r and kVectors vectors of d, and kHalf for a
 // vector of half the lanes that begins at d = half; or, with kPart, for a part of one vector. The
 // weights are those of a tile, tile[key][64 queries]: along m, r is the query; along t, n is.
+// to_next: what is asked for beside `to`, as in WidthRows.
 template <class K, class X, Contiguous kA, int kRows, int kVectors, bool kHalf, bool kPart>
 void width_product(const WidthRows<K>& x, const typename K::T* tile, typename K::S* to,
-                   int64_t to_stride, int64_t half) {
+                   int64_t to_stride, int64_t to_next, int64_t half) {
   using Half = typename X::Half;
+  constexpr int64_t kItem = sizeof(typename K::S), kPiece = kVectors * X::kLanes * kItem;
   typename X::V sum[kRows][kVectors];
   [[maybe_unused]] typename Half::V rest[kRows];
 #pragma GCC unroll 6
@@ -51,7 +69,11 @@ void width_product(const WidthRows<K>& x, const typename K::T* tile, typename K:
       else
         v[i] = X::load(row + i * X::kLanes);
     }
-    if constexpr (kHalf) last = Half::load(row + half);
+    ask_beside<kPiece>(row, x.next);
+    if constexpr (kHalf) {
+      last = Half::load(row + half);
+      ask_beside<Half::kLanes * kItem>(row + half, x.next);
+    }
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; r++) {
       const typename K::T* weight =
@@ -70,7 +92,11 @@ void width_product(const WidthRows<K>& x, const typename K::T* tile, typename K:
       else
         X::store(to + i * X::kLanes, sum[r][i]);
     }
-    if constexpr (kHalf) Half::store(to + half, rest[r]);
+    ask_beside<kPiece>(to, to_next);
+    if constexpr (kHalf) {
+      Half::store(to + half, rest[r]);
+      ask_beside<Half::kLanes * kItem>(to + half, to_next);
+    }
   }
 }
 
@@ -78,28 +104,29 @@ void width_product(const WidthRows<K>& x, const typename K::T* tile, typename K:
 // vector is enough for the last columns, and half the work, it is one.
 template <class K, Contiguous kA, int kRows>
 void width_columns(const WidthRows<K>& x, const typename K::T* tile, typename K::S* to,
-                   int64_t to_stride) {
+                   int64_t to_stride, int64_t to_next) {
   using X = typename K::X;
   using Half = typename X::Half;
   constexpr int64_t kLanes = X::kLanes;
   constexpr int64_t kHalf = K::kInPlace && has_half<X> ? Half::kLanes : 0;
   if (x.columns < kLanes)
-    return width_product<K, X, kA, kRows, 1, false, true>(x, tile, to, to_stride, 0);
+    return width_product<K, X, kA, kRows, 1, false, true>(x, tile, to, to_stride, to_next, 0);
   int64_t d = 0;
   const auto from = [&](int64_t at) {
-    return WidthRows<K>{x.data + at, x.stride, x.count, x.columns};
+    return WidthRows<K>{x.data + at, x.stride, x.count, x.columns, x.next};
   };
   const auto some = [&]<int kVectors>() __attribute__((always_inline)) {
     constexpr int64_t kWidth = kVectors * kLanes;
     if constexpr (kHalf > 0 && kVectors < 4)
       if (x.columns - d > kWidth && x.columns - d <= kWidth + kHalf) {
         width_product<K, X, kA, kRows, kVectors, true, false>(from(d), tile, to + d, to_stride,
-                                                              x.columns - d - kHalf);
+                                                              to_next, x.columns - d - kHalf);
         d = x.columns;
       }
     for (; x.columns - d > kWidth - kLanes + kHalf && x.columns >= kWidth; d += kWidth) {
       const int64_t at = min_of(d, x.columns - kWidth);
-      width_product<K, X, kA, kRows, kVectors, false, false>(from(at), tile, to + at, to_stride, 0);
+      width_product<K, X, kA, kRows, kVectors, false, false>(from(at), tile, to + at, to_stride,
+                                                             to_next, 0);
     }
   };
   if constexpr (X::kRegisters == 32) {
@@ -111,19 +138,22 @@ void width_columns(const WidthRows<K>& x, const typename K::T* tile, typename K:
   if constexpr (kHalf > 0)
     if (d < x.columns) {
       d = x.columns - kHalf;
-      width_product<K, Half, kA, kRows, 1, false, false>(from(d), tile, to + d, to_stride, 0);
+      width_product<K, Half, kA, kRows, 1, false, false>(from(d), tile, to + d, to_stride, to_next,
+                                                         0);
     }
 }
 
-// All rows, in equal parts of at most 6.
+// All rows, in equal groups.
 template <class K, Contiguous kA>
-void width_rows(const WidthRows<K>& x, int64_t rows, const typename K::T* tile, typename K::S* to,
-                int64_t to_stride) {
+void width_rows(WidthRows<K> x, int64_t rows, const typename K::T* tile, typename K::S* to,
+                int64_t to_stride, int64_t to_next) {
   if (rows == 0) return;
-  const int64_t part = ceil_div(rows, ceil_div(rows, 6));
+  const int64_t part = ceil_div(rows, ceil_div(rows, kWidthGroup));
   const auto some = [&]<int kRows>() __attribute__((always_inline)) {
     for (; part >= kRows && rows >= kRows; rows -= kRows) {
-      width_columns<K, kA, kRows>(x, tile, to, to_stride);
+      width_columns<K, kA, kRows>(x, tile, to, to_stride, to_next);
+      x.next = x.then;
+      x.then = 0;
       tile += kRows * (kA == Contiguous::kAlongM ? 1 : kRow);
       to += kRows * to_stride;
     }
