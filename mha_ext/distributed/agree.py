@@ -37,11 +37,12 @@ def agree(group: dist.ProcessGroup, describe: Callable[[], dict[str, Any]]) -> N
             )
     first = answers[0]
     for rank, answer in enumerate(answers):
-        for name in first:
-            if answer[name] != first[name]:
+        for name in {**first, **answer}:  # another call has other names
+            here, there = first.get(name), answer.get(name)
+            if here != there:
                 raise ValueError(
-                    f"{name} must be the same on every rank of the group, not {first[name]} on rank 0 and "
-                    f"{answer[name]} on rank {rank}; give each rank its shard of one problem"
+                    f"{name} must be the same on every rank of the group, not {here} on rank 0 and {there} on rank "
+                    f"{rank}; give each rank its shard of one problem"
                 )
 
 

@@ -12,9 +12,9 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from mha_ext.distributed.agree import shared_seed
+from mha_ext.distributed.agree import agree, shared_seed
 from mha_ext.distributed.order import Order, check_order, positions
-from mha_ext.distributed.sequence import Method, sequence_parallel_attention
+from mha_ext.distributed.sequence import Method, sequence_parallel_attention, whole_keys
 from mha_ext.functional import attention_with_lse, weights_from_lse
 from mha_ext.modules import MultiHeadAttention
 
@@ -46,8 +46,11 @@ class Layout:
         **options: Any,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """As in `mha_ext.functional`, on this rank's shard of query, key and value, in global coordinates."""
-        if dropout_p > 0 and seed is None:
-            seed = shared_seed(query.device, self._groups())
+        groups = self._groups()
+        if self.sequence is not None and len(groups) > 1:  # before a seed is drawn, or not
+            agree(self.sequence, lambda: {"dropout_p": dropout_p})
+        if dropout_p > 0 and seed is None and groups != [self.sequence]:
+            seed = shared_seed(query.device, groups)
         options |= {"bias": self._of_heads(bias), "dropout_p": dropout_p, "seed": seed}
         origin = (_first(self.batch, query.shape[0]), self._head_rank() * query.shape[1])
         mask = self._of_heads(mask)
@@ -145,7 +148,8 @@ def parallelize_attention(
             one process would, from one seed. Without dropout it changes nothing.
         sequence: ranks that hold [B, L / ranks, width] of the sequence, in ``order`` (`shard_sequence`). Attention is
             then `sequence_parallel_attention`, with ``method``; rotary positions are the global ones. The layer takes
-            ``mask`` and ``bias`` as that function does, and ``key_padding_mask`` of this rank's keys.
+            ``mask`` and ``bias`` as that function does, and ``key_padding_mask`` of this rank's keys. Called again
+            without it, the layers see whole sequences again.
         order, method: of `sequence_parallel_attention`.
 
     Returns:
@@ -161,7 +165,10 @@ def parallelize_attention(
             layer.parallel = replace(
                 known, batch=batch, sequence=sequence, order=order, method=method
             )
-            if sequence is not None and known.sequence is None:
+            if (
+                sequence is not None
+                and _sequence_arguments not in layer._forward_pre_hooks.values()
+            ):
                 layer.register_forward_pre_hook(_sequence_arguments, with_kwargs=True)
     return model
 
@@ -171,10 +178,14 @@ def _sequence_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Refuses what a shard of a sequence cannot have, and gives rotary embedding the global positions."""
     assert isinstance(layer, MultiHeadAttention) and layer.parallel is not None
+    group, order = layer.parallel.sequence, layer.parallel.order
+    if group is None:  # it was, and is no more
+        return args, kwargs
     if kwargs.get("cache") is not None:
         raise ValueError(
             "cache must be None where the sequence is spread over ranks, but is a KVCache; decode on whole sequences"
         )
+    args, kwargs = _padding_in_mask(args, kwargs, group, order)
     if layer.rotary_base is None or kwargs.get("positions") is not None:
         return args, kwargs
     if len(args) > 1 or kwargs.get("key") is not None:
@@ -183,9 +194,40 @@ def _sequence_arguments(
             "queries and keys with mha_ext.rotate, and call ring_attention"
         )
     query = args[0] if args else kwargs["query"]
-    group, order = layer.parallel.sequence, layer.parallel.order
     length = query.shape[1] * dist.get_world_size(group)
     return args, {**kwargs, "positions": positions(length, group, order=order, device=query.device)}
+
+
+def _padding_in_mask(
+    args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup, order: Order
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Joins the padding of this rank's keys with a mask that has those of all ranks."""
+    given = dict(zip(("query", "key", "value", "mask"), args, strict=False)) | kwargs
+    mask, padding = given.get("mask"), given.get("key_padding_mask")
+    if not (isinstance(mask, Tensor) and isinstance(padding, Tensor)):
+        return args, kwargs
+    key = given["query"] if given.get("key") is None else given["key"]
+    own, keys = key.shape[1], key.shape[1] * dist.get_world_size(group)
+    if mask.dim() not in (1, 2, 4) or mask.shape[-1] not in (1, keys) or own == keys:
+        return args, kwargs  # both of this rank's keys, or refused by the layer
+
+    def describe() -> dict[str, Any]:
+        wanted = [key.shape[0], own]
+        if list(padding.shape) != wanted:
+            raise ValueError(
+                f"key_padding_mask must be [B, Lk / ranks] = {wanted}, not {list(padding.shape)}"
+            )
+        for name, tensor in (("mask", mask), ("key_padding_mask", padding)):
+            if tensor.is_floating_point() or tensor.is_complex():
+                raise TypeError(
+                    f"{name} must be bool or integer, not {tensor.dtype}; pass {name}.bool()"
+                )
+        return {"key_padding_mask": wanted}
+
+    agree(group, describe)
+    whole = whole_keys(padding, group, order)[:, None, None, :]
+    given |= {"mask": torch.logical_and(mask, whole), "key_padding_mask": None}
+    return (), given
 
 
 def _first(group: dist.ProcessGroup | None, count: int) -> int:

@@ -49,7 +49,7 @@ def sequence_parallel_attention(
         key, value: [B, Hkv, Lk / ranks, D or Dv], likewise.
         mask: bool or integer, nonzero = attend: this rank's queries (or 1) by **all** Lk keys in their natural order,
             broadcastable to [B, H, Lq / ranks, Lk]. Or of this rank's keys alone, if it has no rows:
-            [B or 1, H or 1, 1, Lk / ranks], as padding is.
+            [B or 1, H or 1, 1, Lk / ranks], as padding is (also where that is 1: one key on each rank).
         group: the ranks; the default group when omitted.
         method: "ring": keys and values go round, overlapped with the kernel. "all_to_all": heads against sequence;
             ranks must divide H and Hkv. "auto": whichever sends fewer bytes (`mha_ext.distributed.costs.cheapest`);
@@ -64,7 +64,8 @@ def sequence_parallel_attention(
         dropout_p, seed: the same positions are dropped as by one process. ``seed`` must be the same on every rank; when
             omitted, it is drawn, and that of the group's first rank is taken.
         return_lse: also return the logsumexp of this rank's rows.
-        origin: the global positions of the first batch entry and the first head, where those are sharded too.
+        origin: the global positions of the first batch entry and the first head, where those are sharded too: for
+            dropout.
         check: let the ranks compare their shapes and options first (one exchange of a few hundred bytes), so that a
             mismatch is an error on every rank. Without it a mismatch may hang until the group's timeout.
 
@@ -85,6 +86,11 @@ def sequence_parallel_attention(
             "torch.distributed.init_process_group() first, or run under torchrun"
         )
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError(
+            f"group must have this process among its ranks, but rank {dist.get_rank()} of the default group is not in "
+            "it; call this on the group's own ranks alone"
+        )
     tensors = {
         "query": query,
         "key": key,
@@ -106,6 +112,7 @@ def sequence_parallel_attention(
         if method not in ("auto", "ring", "all_to_all"):
             raise ValueError(f'method must be "auto", "ring" or "all_to_all", not {method!r}')
         check_order(order)
+        _check_origin(origin)
         _check_whole(size, order, tensors, options)
         if method == "all_to_all" and (query.shape[1] % size or key.shape[1] % size):
             raise ValueError(
@@ -116,7 +123,7 @@ def sequence_parallel_attention(
             "query": list(query.shape),
             "key": list(key.shape),
             "value": list(value.shape),
-            "dtype": str(query.dtype),
+            "dtype": str(_autocast_dtype(query)),
             "mask": _form(mask),
             "bias": _form(bias),
             "key_lengths": None if key_lengths is None else key_lengths.tolist(),
@@ -125,6 +132,7 @@ def sequence_parallel_attention(
             "order": order,
             "origin": tuple(origin),
             "needing a gradient": _needs_gradient(query, key, value, bias),
+            "return_lse": bool(return_lse),
             **options,
         }
 
@@ -132,10 +140,10 @@ def sequence_parallel_attention(
         agree(group, describe)
     else:
         describe()
-    query, key, value = _autocast(query, key, value)
+    query, key, value = (x.to(_autocast_dtype(x)) for x in (query, key, value))
     queries, keys = query.shape[2] * size, key.shape[2] * size
-    if mask is not None and mask.dim() and mask.shape[-1] == key.shape[2] != keys:
-        mask = _whole_keys(mask, group, order)
+    if mask is not None and _is_of_own_keys(mask, key, size):
+        mask = whole_keys(mask, group, order)
     if seed is None and dropout_p > 0:
         seed = shared_seed(query.device, [group])
     corner, left, right = diagonal(query, key, key_lengths, causal, window)
@@ -199,7 +207,7 @@ def _choose(
         value.shape[3],
         query.element_size(),
     )
-    backward = torch.is_grad_enabled() and any(_needs_gradient(query, key, value, bias))
+    backward = any(_needs_gradient(query, key, value, bias))
     found: Any = costs.cheapest(shape, problem.size, steps(problem), backward=backward)
     return found
 
@@ -243,7 +251,7 @@ def _check_whole(
             shape[2] *= size
         if name in ("mask", "bias") and len(shape) > 1 and shape[-2] != 1:
             shape[-2] *= size
-        elif name == "mask" and key.dim() == 4 and shape and shape[-1] == key.shape[2] != keys:
+        elif name == "mask" and key.dim() == 4 and _is_of_own_keys(tensor, key, size):
             shape[-1] = keys
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
@@ -264,19 +272,36 @@ def _form(pairs: Tensor | None) -> tuple[list[int], str] | None:
     return None if pairs is None else (list(pairs.shape), str(pairs.dtype))
 
 
+def _check_origin(origin: Any) -> None:
+    if not (
+        isinstance(origin, tuple | list)
+        and len(origin) == 2
+        and all(isinstance(x, int) and x >= 0 for x in origin)
+    ):
+        raise ValueError(
+            "origin must be two integers from 0, the global positions of the first batch entry and the first head, "
+            f"not {origin!r}"
+        )
+
+
 def _needs_gradient(*tensors: Tensor | None) -> list[bool]:
-    return [tensor is not None and tensor.requires_grad for tensor in tensors]
+    enabled = torch.is_grad_enabled()
+    return [enabled and tensor is not None and tensor.requires_grad for tensor in tensors]
 
 
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """What the operators do under autocast: query, key and value alone are cast."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+def _autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """What the operators make of query, key and value under autocast."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
-def _whole_keys(mask: Tensor, group: dist.ProcessGroup, order: Order) -> Tensor:
+def _is_of_own_keys(mask: Tensor, key: Tensor, size: int) -> bool:
+    """Whether a mask has no rows, and the keys of one rank."""
+    rows = mask.dim() > 1 and mask.shape[-2] != 1
+    return size > 1 and mask.dim() > 0 and not rows and mask.shape[-1] == key.shape[2]
+
+
+def whole_keys(mask: Tensor, group: dist.ProcessGroup, order: Order) -> Tensor:
     """A mask of every rank's own keys, put together in their natural order."""
     mine = (mask != 0).to(torch.uint8).contiguous()
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import mha_ext
 import mha_ext.distributed.ring
-from mha_ext.distributed import ring_attention, sequence_parallel_attention
+from mha_ext.distributed import parallelize_attention, ring_attention, sequence_parallel_attention
 
 PATIENCE = 8  # seconds, of the process group where a rank is gone
 
@@ -48,10 +49,39 @@ def options() -> None:
         ("order", "zigzag", "contiguous"),
         ("seed", torch.tensor([1, 2]), torch.tensor([1, 3])),
         ("key_lengths", torch.tensor([3]), torch.tensor([4])),
+        ("return_lse", True, False),
+        ("origin", (0, 0), (0, 4)),
     ):
         chosen: dict[str, Any] = {name: theirs if last() else mine}
         text = f"{name} must be the same on every rank"
         refused(ValueError, text, lambda chosen=chosen: ring_attention(x, x, x, **chosen))
+
+
+def modes() -> None:
+    """What a rank does with the result, and how, is part of the problem."""
+    x = numbers().float().requires_grad_()
+    text = "needing a gradient must be the same on every rank"
+    with torch.set_grad_enabled(last()):
+        refused(ValueError, text, lambda: sequence_parallel_attention(x, x, x))
+    with torch.autocast("cpu", torch.bfloat16, enabled=last()):
+        refused(ValueError, "dtype must be the same", lambda: ring_attention(x, x, x))
+    layer = mha_ext.MultiHeadAttention(32, 4, dropout=0.1)
+    parallelize_attention(layer, sequence=dist.group.WORLD).train(last())
+    text = "dropout_p must be the same on every rank"
+    refused(ValueError, text, lambda: layer(torch.randn(1, 8, 32)))
+    parallelize_attention(layer, sequence=dist.group.WORLD, batch=dist.group.WORLD)
+    refused(ValueError, text, lambda: layer(torch.randn(1, 8, 32)))
+
+
+def outside() -> None:
+    """A rank that is not of the group."""
+    first = dist.new_group([0])
+    x = numbers()
+    if dist.get_rank():
+        text = "group must have this process among its ranks"
+        refused(ValueError, text, lambda: ring_attention(x, x, x, group=first))
+    else:
+        assert ring_attention(x, x, x, group=first).isfinite().all()
 
 
 def arguments() -> None:
@@ -70,6 +100,10 @@ def arguments() -> None:
         'method must be "ring"',
         lambda: sequence_parallel_attention(x, few, few, method="all_to_all"),
     )
+    for wrong in ((-1, 0), (0,), None):
+        refused(
+            ValueError, "origin must be", lambda wrong=wrong: ring_attention(x, x, x, origin=wrong)
+        )
     bias = torch.zeros(7, 8 * dist.get_world_size(), dtype=torch.float64)
     refused(ValueError, "bias must broadcast", lambda: ring_attention(x, x, x, bias=bias))
 
@@ -111,6 +145,8 @@ def stalls() -> None:
 CASES: dict[str, Callable[[], None]] = {
     "shapes": shapes,
     "options": options,
+    "modes": modes,
+    "outside": outside,
     "arguments": arguments,
     "goes on": goes_on,
 }

@@ -24,7 +24,7 @@ from mha_ext.distributed import (
     tensor_parallel_plan,
     unshard_sequence,
 )
-from ranks.failure_cases import refused
+from ranks.failure_cases import last, refused
 from ranks.sequence_cases import PLAIN
 from ranks.tensor_cases import TIGHT, layer, numbers, whole
 
@@ -49,6 +49,59 @@ def padding() -> None:
     torch.manual_seed(1)
     out = many(shard_sequence(x), key_padding_mask=shard_sequence(seen))
     torch.testing.assert_close(unshard_sequence(out), wanted.detach(), **TIGHT)
+
+
+def padding_and_mask() -> None:
+    """key_padding_mask of this rank's keys, beside a mask that has all of them."""
+    one, many = spread()
+    x = numbers(2, LENGTH, 32)
+    seen = torch.arange(2 * LENGTH).reshape(2, LENGTH) % 5 != 0
+    mask = torch.arange(LENGTH * LENGTH).reshape(LENGTH, LENGTH) % 3 != 0
+    wanted = one(x, mask=mask, key_padding_mask=seen).detach()
+    rows, keys = shard_sequence(mask, dim=0), shard_sequence(seen)
+    for out in (
+        many(shard_sequence(x), mask=rows, key_padding_mask=keys),
+        many(shard_sequence(x), None, None, rows, key_padding_mask=keys.int()),
+    ):
+        torch.testing.assert_close(unshard_sequence(out), wanted, **TIGHT)
+    wrong = keys[:, 1:] if last() else keys
+    refused(
+        ValueError,
+        "key_padding_mask must be [B, Lk / ranks]",
+        lambda: many(shard_sequence(x), mask=rows, key_padding_mask=wrong),
+    )
+
+
+def one_key_each() -> None:
+    """A mask of rows that is the same for all keys is not one of this rank's key."""
+    ranks = dist.get_world_size()
+    q, k = numbers(1, ranks, 2 * ranks, 8), numbers(1, ranks, ranks, 8, seed=3)
+    mask = torch.arange(2 * ranks)[:, None] % 3 != 0
+    cut = partial(shard_sequence, order="contiguous")
+    for method in ("ring", "all_to_all"):
+        out = sequence_parallel_attention(
+            cut(q, dim=2),
+            cut(k, dim=2),
+            cut(k, dim=2),
+            cut(mask, dim=0),
+            order="contiguous",
+            method=method,  # type: ignore[arg-type]
+        )
+        out = unshard_sequence(out, dim=2, order="contiguous")
+        torch.testing.assert_close(out, mha_ext.attention(q, k, k, mask), **TIGHT)
+
+
+def given_back() -> None:
+    """Told again without a group, a layer sees whole sequences again."""
+    one, many = spread(rotary_base=100.0, causal=True)
+    x = numbers(2, LENGTH, 32)
+    parallelize_attention(many)
+    torch.testing.assert_close(many(x), one(x), **TIGHT)
+    cache = mha_ext.KVCache.of(many, batch=2, max_length=LENGTH)
+    with torch.no_grad():
+        torch.testing.assert_close(many(x, cache=cache), one(x), **TIGHT)
+    parallelize_attention(many, sequence=dist.group.WORLD)
+    torch.testing.assert_close(unshard_sequence(many(shard_sequence(x))), one(x).detach(), **TIGHT)
 
 
 def cross() -> None:
@@ -188,6 +241,9 @@ def undivided_dtensors() -> None:
 
 CASES: dict[str, Callable[[], Any]] = {
     "padding": padding,
+    "padding and mask": padding_and_mask,
+    "one key each": one_key_each,
+    "given back": given_back,
     "cross": cross,
     "refusals": sequence_refusals,
     "drawn seed": drawn_seed,
