@@ -24,6 +24,8 @@ from goals import OWN, evaluate, geometric_mean
 from goals import show as show_goals
 from run import Parser, draw, load
 
+from mha_ext.report import check_output
+
 Run = Mapping[str, Any]
 Group = tuple[str, str]  # the title, the number of threads
 
@@ -132,10 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = Path(arguments.output)
     try:
         content = together([load(path) for path in arguments.results], arguments.results)
-        if not output.resolve().parent.is_dir():
-            raise ValueError(f"the folder of {output} does not exist")
-        if output.is_dir():
-            raise ValueError(f"--output must be a file, but {output} is a folder")
+        check_output(output)
     except ValueError as error:
         print(f"quieter.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -36,7 +36,7 @@ import torch
 
 import mha_ext
 from mha_ext import _C
-from mha_ext.report import progress
+from mha_ext.report import check_output, progress
 from mha_ext.timing import summary
 
 FORMAT = "mha_ext benchmark 1"
@@ -275,8 +275,7 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     output = Path(arguments.output) if arguments.output else default_output(arguments)
     if not arguments.output:
         RESULTS.mkdir(exist_ok=True)
-    if not output.resolve().parent.is_dir():
-        raise ValueError(f"the folder of {output} does not exist")
+    check_output(output)
 
     wanted = list(suite.PEERS if arguments.peers is None else arguments.peers)
     missing = measure.missing_peers(wanted)

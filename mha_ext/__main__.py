@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,8 +24,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    if not text.isdecimal() or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number of at least 1 and below 2**31, got {text!r}"
+        )
     return int(text)
 
 
@@ -203,16 +206,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _profile(arguments)
         if arguments.command == "check":
             return check.main(arguments.isa, arguments.dtype, verbose=arguments.verbose)
-        print(info())
+        print(info(), flush=True)
         return 0
     except (ValueError, RuntimeError) as error:
         line = " ".join(str(error).split())
         if isinstance(error, RuntimeError):
-            if "allocate" not in line and "out of memory" not in line:
+            if not any(words in line for words in ("allocate", "out of memory", "overflow")):
                 raise
             line = f"the tensors do not fit into memory; choose a smaller shape ({line[-100:]})"
         print(f"mha-ext {arguments.command}: error: {line}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever reads has seen enough, as in `mha-ext info | head -1`
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # for what is flushed at exit
+        return 0
     except KeyboardInterrupt:
         return 130
 

@@ -11,10 +11,15 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 Causal: TypeAlias = bool | Literal["upper_left", "lower_right"]
 Window: TypeAlias = tuple[int | None, int | None]
 EmptyRows: TypeAlias = Literal["zero", "uniform"]
+CORNERS: dict[CausalVariant, Causal] = {
+    CausalVariant.UPPER_LEFT: "upper_left",
+    CausalVariant.LOWER_RIGHT: "lower_right",
+}
 
 
 def check_causal(causal: object) -> None:
@@ -45,7 +50,7 @@ def check_window(window: object) -> None:
     for name, side in zip(("left", "right"), window, strict=True):
         if side is None:
             continue
-        if isinstance(side, bool) or not isinstance(side, int):
+        if isinstance(side, bool) or not isinstance(side, int | torch.SymInt):
             raise TypeError(
                 f"window {name} must be an int or None (unbounded), not {describe(side)}"
             )
@@ -78,6 +83,7 @@ def check_tensors(
         raise TypeError(not_a_tensor("query", query))
     for name, tensor in (("query", query), ("key", key), ("mask", mask), ("bias", bias)):
         check_dense(name, tensor)
+        check_holds_values(name, tensor)
     if query.dim() != 4:  # the operators take more, and under vmap they are given one more
         raise ValueError(
             "query must have 4 dimensions [batch, heads, length, head_dim], but has shape "
@@ -109,6 +115,14 @@ def check_dense(name: str, tensor: object) -> None:
         )
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be dense, but is {tensor.layout}; pass {name}.to_dense()")
+
+
+def check_holds_values(name: str, tensor: object) -> None:
+    """Raises where it is PyTorch's name of a causal mask, whose own memory holds nothing."""
+    if isinstance(tensor, CausalBias):
+        raise TypeError(
+            f"{name} must hold values, but is a CausalBias; pass causal={CORNERS[tensor.variant]!r}"
+        )
 
 
 def check_all_tensors(
@@ -218,6 +232,10 @@ def scale_of(query: Tensor, scale: float | None) -> float:
     if scale is None:
         head_dim = query.shape[-1] if query.dim() else 0
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0  # no head_dim: the operator refuses
+    if isinstance(scale, torch.SymFloat):
+        raise TypeError(
+            "scale must be a number that depends on no dynamic size, where sizes are; multiply query by it"
+        )
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(
             f"scale must be a float or None (1 / sqrt(D)), not {describe(scale)}; "
@@ -239,11 +257,18 @@ def is_uniform(empty_rows: EmptyRows) -> bool:
     return True
 
 
+def is_integer(value: object) -> bool:
+    """An int, one that stands for a dynamic size, or another library's."""
+    if isinstance(value, int | torch.SymInt):  # the compiler knows no attributes of a size
+        return not isinstance(value, bool)
+    return not isinstance(value, Tensor) and hasattr(value, "__index__")
+
+
 def indices(name: str, values: Sequence[int], query: Tensor, dim: int) -> list[int]:
     if isinstance(values, Tensor | str) or not isinstance(values, Sequence):
         raise TypeError(f"{name} must be a sequence of ints, not {describe(values)}; pass a list")
     for index in values:
-        if isinstance(index, bool) or not hasattr(index, "__index__"):
+        if not is_integer(index):
             raise TypeError(f"{name} must be a sequence of ints, not of {describe(index)}")
     if query.dim() == 4:
         size = query.shape[dim]

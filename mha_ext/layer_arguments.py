@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from mha_ext.arguments import check_dense
+from mha_ext.arguments import check_dense, check_holds_values
 from mha_ext.linear import FastLinear
 
 
@@ -109,6 +109,7 @@ def join_masks(
 
 
 def _check_not_floating(name: str, mask: Tensor) -> None:
+    check_holds_values(name, mask)
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(
             f"{name} must be bool or integer, not {mask.dtype}; pass {name}.bool() to keep nonzero "

@@ -26,7 +26,7 @@ from mha_ext import _C
 from mha_ext.cases import CASES, DTYPES, Case, Inputs, Level, levels
 from mha_ext.exact import Result, verify
 from mha_ext.peers import Run, prepare
-from mha_ext.report import Row, print_table, progress
+from mha_ext.report import Row, check_output, print_table, progress
 from mha_ext.timing import alternate
 
 # Inputs that a decoding step would find in a cache are rotated through this many bytes.
@@ -355,8 +355,8 @@ def write_trace(path: str, settings: Settings) -> None:
 def main(settings: Settings, json_path: str | None = None, trace_path: str | None = None) -> int:
     """Runs `mha-ext profile`; 1 if mha_ext was wrong anywhere."""
     for path in (json_path, trace_path):
-        if path and not Path(path).resolve().parent.is_dir():
-            raise ValueError(f"the folder of {path} does not exist")
+        if path:
+            check_output(path)
     results = measure(settings)
     print_results(results, settings)
     if json_path:

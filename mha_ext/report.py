@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol, TextIO
 
 try:
@@ -106,3 +108,14 @@ def progress(steps: int) -> Iterator[Advance]:
         print(f"[{done}/{steps}] {step}", file=sys.stderr, flush=True)
 
     yield announce
+
+
+def check_output(path: str | Path) -> None:
+    """Raises a ValueError where a file cannot be written, before anything is measured for it."""
+    place = Path(path).resolve()
+    if not place.parent.is_dir():
+        raise ValueError(f"the folder of {path} does not exist")
+    if place.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it")
+    if not os.access(place if place.exists() else place.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written; name a file where that is allowed")

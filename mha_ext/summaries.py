@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mha_ext.arguments import check_tensors, describe
+from mha_ext.arguments import check_tensors, describe, is_integer
 from mha_ext.functional import attention_with_lse, weights_from_lse
 
 _ROWS = 64  # queries at a time: one block of the kernel
@@ -82,9 +82,10 @@ def attention_topk(
         TypeError, ValueError: where k is not an int, or not from 1 to Lk.
     """
     _check(query, key, mask, options)
-    if isinstance(k, Tensor) or not hasattr(k, "__index__") or isinstance(k, bool):
+    if not is_integer(k):
         raise TypeError(f"k must be an int, not {describe(k)}; it stands before mask")
-    if not 1 <= (k := operator.index(k)) <= key.shape[2]:
+    k = k if isinstance(k, int | torch.SymInt) else operator.index(k)
+    if not 1 <= k <= key.shape[2]:
         raise ValueError(
             f"k must be from 1 to the number of keys, {key.shape[2]}, but is {k}; pass min(k, key.shape[2])"
         )

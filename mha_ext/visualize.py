@@ -46,7 +46,7 @@ def heatmap(
     rows, columns = weights.shape
     figure = _figure(min(14, 2.2 + 0.28 * columns), min(14, 1.6 + 0.28 * rows))
     axes = figure.subplots()
-    image = _draw(axes, weights, 1.0 if weights.numel() == 0 else None)
+    image = _draw(axes, weights, _top(weights))
     _label(axes, queries, keys)
     axes.set_xlabel("key")
     axes.set_ylabel("query")
@@ -73,19 +73,22 @@ def head_grid(
         title: of the picture.
 
     Raises:
-        ValueError: where weights is not [H, Lq, Lk], or there is not one label for each row or column.
+        ValueError: where weights is not [H, Lq, Lk], there is not one label for each row or column, or columns is not
+            positive.
         ImportError: without matplotlib.
     """
     _check_matrices(weights, 3, "[H, Lq, Lk]")
     queries, keys = _labels(weights[0], query_tokens, key_tokens)
     heads = weights.shape[0]
     columns = math.ceil(math.sqrt(heads)) if columns is None else columns
+    if columns < 1:
+        raise ValueError(f"columns must be from 1, the heads in a row of the grid, not {columns}")
     rows = math.ceil(heads / columns)
     width = min(4.0, max(1.6, 0.16 * weights.shape[2]))
     height = min(4.0, max(1.6, 0.16 * weights.shape[1]))
     figure = _figure(1.8 + width * columns, 1.2 + (height + 0.35) * rows)
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    top = weights.max().item()
+    top = _top(weights)
     image: Any = None
     for index, axes in enumerate(grid.flat):
         if index >= heads:
@@ -125,14 +128,13 @@ def received(tokens: Sequence[str], amount: Tensor, *, title: str | None = None)
     from matplotlib.colors import Normalize
 
     values = amount.detach().float().cpu()
-    colours: Any = ScalarMappable(
-        Normalize(0, max(values.max().item(), 1e-9) if len(tokens) else 1)
-    )
+    colours: Any = ScalarMappable(Normalize(0, _top(values)))
     colours.set_cmap(matplotlib.colormaps["Blues"])
-    lines = _wrap(tokens, 72)
-    figure = _figure(7.4, 0.9 + 0.3 * len(lines))
+    columns = max(72, *map(len, tokens)) if len(tokens) else 72
+    lines = _wrap(tokens, columns)
+    figure = _figure(0.1 * columns + 0.2, max(1.8, 0.9 + 0.3 * len(lines)))
     axes = figure.subplots()
-    axes.set_xlim(0, 76)
+    axes.set_xlim(0, columns + 4)
     axes.set_ylim(len(lines), -0.3)
     axes.set_axis_off()
     for row, line in enumerate(lines):
@@ -146,6 +148,7 @@ def received(tokens: Sequence[str], amount: Tensor, *, title: str | None = None)
                 family="monospace",
                 fontsize=9,
                 va="center",
+                parse_math=False,
                 color="white" if dark else "black",
                 bbox={"facecolor": (red, green, blue), "edgecolor": "none", "pad": 1.5},
             )
@@ -165,8 +168,11 @@ def data_flow(
         query, key, value: as in its call.
 
     Raises:
+        TypeError: where layer is another module.
         ImportError: without matplotlib.
     """
+    if not isinstance(layer, MultiHeadAttention):
+        raise TypeError(f"layer must be a mha_ext.MultiHeadAttention, not {type(layer).__name__}")
     key = query if key is None else key
     value = key if value is None else value
     shapes: dict[str, tuple[list[int], list[int]]] = {}
@@ -179,7 +185,8 @@ def data_flow(
 
     hooks = [child.register_forward_hook(note(name)) for name, child in layer.named_children()]
     try:
-        with torch.no_grad():
+        generators = [query.device] if query.is_cuda else []
+        with torch.no_grad(), torch.random.fork_rng(generators):  # dropout draws a seed
             layer(query, key, value)
     finally:
         for hook in hooks:
@@ -240,6 +247,8 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _check_matrices(weights: Tensor, rank: int, shape: str) -> None:
+    if not isinstance(weights, Tensor):
+        raise TypeError(f"weights must be a tensor {shape}, not {type(weights).__name__}")
     if weights.dim() != rank or 0 in weights.shape:
         raise ValueError(
             f"weights must be {shape}, without empty dimensions, but has shape {list(weights.shape)}; select what is "
@@ -263,7 +272,13 @@ def _labels(
     return queries, keys
 
 
-def _draw(axes: Axes, weights: Tensor, top: float | None) -> Any:
+def _top(values: Tensor) -> float:
+    """Of the scale: the largest value, if there is one above 0."""
+    top = values.max().item() if values.numel() else 0.0
+    return top if top > 0 else 1.0
+
+
+def _draw(axes: Axes, weights: Tensor, top: float) -> Any:
     values = weights.detach().float().cpu().numpy()
     return axes.imshow(
         values, cmap=_COLOURS, vmin=0, vmax=top, aspect="auto", interpolation="nearest"
@@ -271,12 +286,16 @@ def _draw(axes: Axes, weights: Tensor, top: float | None) -> Any:
 
 
 def _label(axes: Axes, queries: Sequence[str] | None, keys: Sequence[str] | None) -> None:
-    if keys is not None:
-        size = max(_SMALLEST_TEXT, min(9, 260 / len(keys)))
-        axes.set_xticks(range(len(keys)), keys, rotation=90, fontsize=size)
-    if queries is not None:
-        size = max(_SMALLEST_TEXT, min(9, 260 / len(queries)))
-        axes.set_yticks(range(len(queries)), queries, fontsize=size)
+    from matplotlib.ticker import MaxNLocator
+
+    for axis, labels, rotation in ((axes.xaxis, keys, 90), (axes.yaxis, queries, 0)):
+        if labels is None:
+            axis.set_major_locator(MaxNLocator(integer=True))
+            continue
+        size = max(_SMALLEST_TEXT, min(9, 260 / len(labels)))
+        axis.set_ticks(
+            range(len(labels)), labels, rotation=rotation, fontsize=size, parse_math=False
+        )
 
 
 def _wrap(tokens: Sequence[str], width: int) -> list[list[tuple[int, int]]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,6 +150,9 @@ def test_a_wrong_result_is_not_timed(
         (["--device", "meta"], "device must be cpu, cuda or cuda:N"),
         (["--device", "cuda:99"], "CUDA devices"),
         (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json"),
+        (["--json", "/"], "/ is a folder; name a file in it"),
+        (["--trace", "/"], "/ is a folder; name a file in it"),
+        (["--batch", "9" * 20], "--batch: must be a whole number of at least 1 and below 2**31"),
         (["--nonsense"], "--nonsense"),
     ],
 )
@@ -169,6 +174,16 @@ def test_a_shape_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str
     assert main(["profile", "--batch", "100000", "--heads", "1000", "--queries", "100000"]) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("mha-ext profile: error: the tensors do not fit into memory")
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    """As in `mha-ext info | head -1`."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-m", "mha_ext", "info"]
+    with os.fdopen(theirs, "wb") as closed, tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, cwd=folder)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_check(capsys: pytest.CaptureFixture[str]) -> None:

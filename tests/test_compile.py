@@ -221,6 +221,23 @@ def test_compile_sizes_known_only_at_run_time() -> None:
     torch.testing.assert_close(found, run(x, chosen))
 
 
+def test_compile_numbers_that_are_sizes() -> None:
+    """The last query; the window of a length; as many keys as there are."""
+
+    def run(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        window = (q.shape[2], None)
+        return (
+            mha_ext.attention_weights(q, k, rows=[q.shape[2] - 1], heads=[q.shape[1] - 1]),
+            mha_ext.attention(q, k, k, causal="lower_right", window=window),
+            *mha_ext.attention_topk(q, k, min(3, k.shape[2])),
+        )
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
+    for queries, keys in ((5, 9), (4, 8), (3, 2)):
+        q, k = torch.randn(2, 2, queries, 4), torch.randn(2, 2, keys, 4)
+        torch.testing.assert_close(compiled(q, k), run(q, k))
+
+
 def test_compile_numbers_that_change() -> None:
     def run(x: Tensor, seed: Tensor, scale: float, dropout_p: float, left: int) -> Tensor:
         return mha_ext.attention(

@@ -154,6 +154,31 @@ def test_onnx_of_a_layer(tmp_path: Path) -> None:
     assert_close(torch.from_numpy(found[0]), model(*inputs).detach())
 
 
+class Nearby(nn.Module):
+    def __init__(self, scaled: bool = False) -> None:
+        super().__init__()
+        self.scaled = scaled
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        length = query.shape[2]
+        scale = length**-0.5 if self.scaled else None
+        return mha_ext.attention(
+            query, key, key, causal="lower_right", window=(length, None), scale=scale
+        )
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_window_of_a_dynamic_length(strict: bool) -> None:
+    sizes = [{2: torch.export.Dim(name, min=2, max=99)} for name in ("queries", "keys")]
+    inputs = (torch.randn(1, 2, 7, 4), torch.randn(1, 2, 9, 4))
+    program = torch.export.export(Nearby(), inputs, dynamic_shapes=tuple(sizes), strict=strict)
+    inputs = (torch.randn(1, 2, 3, 4), torch.randn(1, 2, 30, 4))
+    assert_close(program.module()(*inputs), Nearby()(*inputs))
+    if not strict:
+        with pytest.raises(TypeError, match="scale must be a number that depends on no dynamic"):
+            torch.export.export(Nearby(True), inputs, dynamic_shapes=tuple(sizes), strict=False)
+
+
 def test_onnx_refuses_dropout(tmp_path: Path) -> None:
     options = {"dropout_p": 0.5, "seed": torch.tensor([1, 2])}
     with pytest.raises(Exception, match="dropout_p must be 0 to export"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import mha_ext
 
@@ -35,6 +36,16 @@ BOTH = [
         {"mask": torch.eye(6).bool().to_sparse()},
         TypeError,
         ["mask must be dense", "mask.to_dense()"],
+    ),
+    (
+        {"bias": causal_upper_left(6, 6)},
+        TypeError,
+        ["bias must hold values", "CausalBias", "causal='upper_left'"],
+    ),
+    (
+        {"mask": causal_lower_right(6, 6)},
+        TypeError,
+        ["mask must hold values", "CausalBias", "causal='lower_right'"],
     ),
     ({"causal": "lower-right"}, ValueError, ["causal", "'lower-right'", "lower_right"]),
     ({"causal": 1}, TypeError, ["causal", "int 1", "lower_right"]),
@@ -162,6 +173,8 @@ FORWARD = [
     ((X,), {"mask": torch.ones(2, 5, 5).bool()}, ValueError, ["mask[:, None]", "mask[None]"]),
     ((X,), {"mask": torch.ones(5, 5)}, TypeError, ["mask", "float32", "mask.bool()", "bias=mask"]),
     ((X,), {"mask": [1]}, TypeError, ["mask", "list"]),
+    ((X,), {"mask": causal_upper_left(5, 5)}, TypeError, ["CausalBias", "causal='upper_left'"]),
+    ((X,), {"bias": causal_upper_left(5, 5)}, TypeError, ["CausalBias", "causal='upper_left'"]),
     (
         (X,),
         {"key_padding_mask": torch.ones(2, 4).bool()},

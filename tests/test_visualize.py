@@ -86,7 +86,52 @@ def test_data_flow() -> None:
     assert not any(child._forward_hooks for child in layer.children())
 
 
+def test_data_flow_draws_no_random_number() -> None:
+    layer = mha_ext.MultiHeadAttention(12, 6, dropout=0.5)
+    state = torch.get_rng_state()
+    visualize.data_flow(layer, torch.ones(1, 3, 12))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_labels_are_drawn_as_they_are() -> None:
+    words = ["$\\foo$", "$5$", "a$b$c"]
+    for figure in (
+        visualize.heatmap(torch.eye(3), words),
+        visualize.head_grid(torch.ones(2, 3, 3), words),
+        visualize.received(words, torch.ones(3)),
+    ):
+        file = io.StringIO()
+        figure.savefig(file, format="svg")
+        axes = figure.axes[0]
+        drawn = [*axes.texts, *axes.get_xticklabels(), *axes.get_yticklabels()]
+        found = [text for text in drawn if text.get_text() in words]
+        assert {text.get_text() for text in found} == set(words)
+        assert not any(text.get_parse_math() for text in found)
+
+
+def test_scales() -> None:
+    """Zeros are the least of a scale to 1; a few rows are counted in whole numbers."""
+    figure = visualize.heatmap(torch.zeros(3, 4))
+    assert figure.axes[0].images[0].get_clim() == (0.0, 1.0)
+    assert visualize.received(["a"], torch.zeros(1)).axes[-1].get_ylim() == (0.0, 1.0)
+    axes = visualize.head_grid(torch.rand(1, 3, 3)).axes[0]
+    assert all(float(tick).is_integer() for tick in [*axes.get_xticks(), *axes.get_yticks()])
+
+
+def test_long_words_have_room() -> None:
+    figure = visualize.received(["a" * 100, "b"], torch.ones(2))
+    written(figure)
+    box = figure.axes[0].texts[0].get_window_extent()
+    assert box.x1 <= figure.axes[0].get_window_extent().x1
+
+
 def test_bad_input() -> None:
+    with pytest.raises(TypeError, match=r"weights must be a tensor \[Lq, Lk\], not list"):
+        visualize.heatmap([[1, 2], [3, 4]])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="layer must be a mha_ext.MultiHeadAttention, not Linear"):
+        visualize.data_flow(torch.nn.Linear(2, 2), torch.ones(1, 1, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="columns must be from 1, .* not 0"):
+        visualize.head_grid(torch.ones(2, 3, 3), columns=0)
     with pytest.raises(ValueError, match=r"weights must be \[Lq, Lk\].* \[2, 3, 4\]; select"):
         visualize.heatmap(torch.rand(2, 3, 4))
     with pytest.raises(ValueError, match=r"weights must be \[H, Lq, Lk\].* \[0, 3, 4\]"):

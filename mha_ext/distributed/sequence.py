@@ -71,7 +71,8 @@ def sequence_parallel_attention(
 
     Returns:
         out [B, H, Lq / ranks, Dv], or with ``return_lse`` (out, lse [B, H, Lq / ranks]). First derivatives only for the
-        ring; all of them for all-to-all. Memory: O(L / ranks) on each rank, but a mask or bias with rows is what it is.
+        ring, and by autograd, not `torch.func`; all of them for all-to-all. Memory: O(L / ranks) on each rank, but a
+        mask or bias with rows is what it is.
 
     Raises:
         ValueError, TypeError: on every rank, before any work, where any rank's arguments are refused or differ.
