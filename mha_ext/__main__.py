@@ -24,9 +24,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _positive_int(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) < 2**31:
+    if not text.isdecimal() or len(text) > 10 or not 1 <= int(text) < 2**31:
         raise argparse.ArgumentTypeError(
-            f"must be a whole number of at least 1 and below 2**31, got {text!r}"
+            f"must be a whole number of at least 1 and below 2**31, got {text[:40]!r}"
         )
     return int(text)
 
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # for what is flushed at exit
-        return 0
+        return 0 if arguments.command == "info" else 141  # as by the signal
     except KeyboardInterrupt:
         return 130
 

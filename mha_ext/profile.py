@@ -358,9 +358,9 @@ def main(settings: Settings, json_path: str | None = None, trace_path: str | Non
         if path:
             check_output(path)
     results = measure(settings)
-    print_results(results, settings)
-    if json_path:
+    if json_path:  # first, since whoever reads the tables may have gone
         write_json(json_path, results, settings)
+    print_results(results, settings)
     if trace_path:
         write_trace(trace_path, settings)
     return int(any(result.wrong for result in results if result.name == "mha_ext"))

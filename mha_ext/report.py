@@ -112,10 +112,14 @@ def progress(steps: int) -> Iterator[Advance]:
 
 def check_output(path: str | Path) -> None:
     """Raises a ValueError where a file cannot be written, before anything is measured for it."""
-    place = Path(path).resolve()
+    place = Path(path).absolute()
     if not place.parent.is_dir():
         raise ValueError(f"the folder of {path} does not exist")
-    if place.is_dir():
+    try:
+        folder, there = place.is_dir(), place.exists()
+    except OSError as error:  # a name that is too long
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
+    if folder:
         raise ValueError(f"{path} is a folder; name a file in it")
-    if not os.access(place if place.exists() else place.parent, os.W_OK):
+    if not os.access(place if there else place.parent, os.W_OK):
         raise ValueError(f"{path} cannot be written; name a file where that is allowed")

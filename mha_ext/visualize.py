@@ -51,7 +51,7 @@ def heatmap(
     axes.set_xlabel("key")
     axes.set_ylabel("query")
     if title:
-        axes.set_title(title)
+        axes.set_title(title, parse_math=False)
     figure.colorbar(image, ax=axes, label="probability", fraction=0.046, pad=0.02)
     return figure
 
@@ -101,7 +101,7 @@ def head_grid(
     figure.supxlabel("key")
     figure.supylabel("query")
     if title:
-        figure.suptitle(title)
+        figure.suptitle(title, parse_math=False)
     figure.colorbar(image, ax=grid, label="probability", fraction=0.03, pad=0.02)
     return figure
 
@@ -118,6 +118,8 @@ def received(tokens: Sequence[str], amount: Tensor, *, title: str | None = None)
         ValueError: where there is not one number for each token.
         ImportError: without matplotlib.
     """
+    if not isinstance(amount, Tensor):
+        raise TypeError(f"amount must be a tensor [L], not {type(amount).__name__}")
     if amount.dim() != 1 or len(amount) != len(tokens):
         raise ValueError(
             f"amount must be [L] = [{len(tokens)}], one number for each token, but is {list(amount.shape)}; "
@@ -153,7 +155,7 @@ def received(tokens: Sequence[str], amount: Tensor, *, title: str | None = None)
                 bbox={"facecolor": (red, green, blue), "edgecolor": "none", "pad": 1.5},
             )
     if title:
-        axes.set_title(title, loc="left")
+        axes.set_title(title, loc="left", parse_math=False)
     figure.colorbar(colours, ax=axes, label="attention received", fraction=0.02, pad=0.01)
     return figure
 
@@ -173,8 +175,6 @@ def data_flow(
     """
     if not isinstance(layer, MultiHeadAttention):
         raise TypeError(f"layer must be a mha_ext.MultiHeadAttention, not {type(layer).__name__}")
-    key = query if key is None else key
-    value = key if value is None else value
     shapes: dict[str, tuple[list[int], list[int]]] = {}
 
     def note(name: str) -> Any:
@@ -185,13 +185,15 @@ def data_flow(
 
     hooks = [child.register_forward_hook(note(name)) for name, child in layer.named_children()]
     try:
-        generators = [query.device] if query.is_cuda else []
+        place = next(layer.parameters()).device
+        generators = [place] if place.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(generators):  # dropout draws a seed
             layer(query, key, value)
     finally:
         for hook in hooks:
             hook.remove()
-    batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+    batch, queries = query.shape[:2]
+    keys = queries if key is None else key.shape[1]
     split = {
         "q_proj": [batch, layer.num_heads, queries, layer.head_dim],
         "k_proj": [batch, layer.num_kv_heads, keys, layer.head_dim],

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -151,8 +150,10 @@ def test_a_wrong_result_is_not_timed(
         (["--device", "cuda:99"], "CUDA devices"),
         (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json"),
         (["--json", "/"], "/ is a folder; name a file in it"),
+        (["--json", "x" * 300], "cannot be written: File name too long"),
         (["--trace", "/"], "/ is a folder; name a file in it"),
         (["--batch", "9" * 20], "--batch: must be a whole number of at least 1 and below 2**31"),
+        (["--batch", "9" * 5000], "--batch: must be a whole number of at least 1 and below 2**31"),
         (["--nonsense"], "--nonsense"),
     ],
 )
@@ -176,14 +177,23 @@ def test_a_shape_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str
     assert last.startswith("mha-ext profile: error: the tensors do not fit into memory")
 
 
-def test_a_reader_that_has_seen_enough() -> None:
-    """As in `mha-ext info | head -1`."""
+@pytest.mark.parametrize(("command", "status"), [("info", 0), ("profile", 141)])
+def test_a_reader_that_has_seen_enough(command: str, status: int, tmp_path: Path) -> None:
+    """As in `mha-ext info | head -1`; what was measured is written all the same."""
     ours, theirs = os.pipe()
     os.close(ours)
-    command = [sys.executable, "-m", "mha_ext", "info"]
-    with os.fdopen(theirs, "wb") as closed, tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, cwd=folder)
-    assert (done.returncode, done.stderr) == (0, b"")
+    out = tmp_path / "out.json"
+    options = [*SMALL[1:], "--repeats", "1", "--json", str(out)] if command == "profile" else []
+    with os.fdopen(theirs, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "mha_ext", command, *options],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+        )
+    assert done.returncode == status
+    assert b"Traceback" not in done.stderr
+    assert out.exists() == (command == "profile")
 
 
 def test_check(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,12 +40,12 @@ BOTH = [
     (
         {"bias": causal_upper_left(6, 6)},
         TypeError,
-        ["bias must hold values", "CausalBias", "causal='upper_left'"],
+        ["bias must hold values", "CausalBias", 'causal="upper_left"'],
     ),
     (
         {"mask": causal_lower_right(6, 6)},
         TypeError,
-        ["mask must hold values", "CausalBias", "causal='lower_right'"],
+        ["mask must hold values", "CausalBias", 'causal="lower_right"'],
     ),
     ({"causal": "lower-right"}, ValueError, ["causal", "'lower-right'", "lower_right"]),
     ({"causal": 1}, TypeError, ["causal", "int 1", "lower_right"]),
@@ -173,8 +173,8 @@ FORWARD = [
     ((X,), {"mask": torch.ones(2, 5, 5).bool()}, ValueError, ["mask[:, None]", "mask[None]"]),
     ((X,), {"mask": torch.ones(5, 5)}, TypeError, ["mask", "float32", "mask.bool()", "bias=mask"]),
     ((X,), {"mask": [1]}, TypeError, ["mask", "list"]),
-    ((X,), {"mask": causal_upper_left(5, 5)}, TypeError, ["CausalBias", "causal='upper_left'"]),
-    ((X,), {"bias": causal_upper_left(5, 5)}, TypeError, ["CausalBias", "causal='upper_left'"]),
+    ((X,), {"mask": causal_upper_left(5, 5)}, TypeError, ["CausalBias", 'causal="upper_left"']),
+    ((X,), {"bias": causal_upper_left(5, 5)}, TypeError, ["CausalBias", 'causal="upper_left"']),
     (
         (X,),
         {"key_padding_mask": torch.ones(2, 4).bool()},

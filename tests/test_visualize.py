@@ -96,7 +96,7 @@ def test_data_flow_draws_no_random_number() -> None:
 def test_labels_are_drawn_as_they_are() -> None:
     words = ["$\\foo$", "$5$", "a$b$c"]
     for figure in (
-        visualize.heatmap(torch.eye(3), words),
+        visualize.heatmap(torch.eye(3), words, title="$\\foo$"),
         visualize.head_grid(torch.ones(2, 3, 3), words),
         visualize.received(words, torch.ones(3)),
     ):
@@ -130,6 +130,8 @@ def test_bad_input() -> None:
         visualize.heatmap([[1, 2], [3, 4]])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="layer must be a mha_ext.MultiHeadAttention, not Linear"):
         visualize.data_flow(torch.nn.Linear(2, 2), torch.ones(1, 1, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"amount must be a tensor \[L\], not list"):
+        visualize.received(["a"], [1.0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="columns must be from 1, .* not 0"):
         visualize.head_grid(torch.ones(2, 3, 3), columns=0)
     with pytest.raises(ValueError, match=r"weights must be \[Lq, Lk\].* \[2, 3, 4\]; select"):

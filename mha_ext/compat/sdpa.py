@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
-from mha_ext.arguments import CORNERS, not_a_tensor
+from mha_ext.arguments import not_a_tensor
 from mha_ext.functional import attention
 
+_CORNERS = {CausalVariant.UPPER_LEFT: "upper_left", CausalVariant.LOWER_RIGHT: "lower_right"}
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MOST_HEAD_DIM = 1024
 _DEVICES = ("meta",) + tuple(
@@ -61,7 +62,7 @@ def scaled_dot_product_attention(
             raise ValueError(
                 "is_causal must be False where attn_mask is a CausalBias, which names its corner, but is True"
             )
-        causal, attn_mask = CORNERS[attn_mask.variant], None
+        causal, attn_mask = _CORNERS[attn_mask.variant], None
     for name, tensor in (
         ("query", query),
         ("key", key),

@@ -11,6 +11,16 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
 
+def check_member(group: dist.ProcessGroup) -> None:
+    """Raises where this process is not one of the group's ranks."""
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            f"group must have this process among its ranks, but rank {dist.get_rank()} of the default group is not in "
+            "it; call this on the group's own ranks alone"
+        )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def agree(group: dist.ProcessGroup, describe: Callable[[], dict[str, Any]]) -> None:
     """Raises on every rank where any rank refuses its arguments, or describes another problem than the first one.
 
@@ -37,12 +47,16 @@ def agree(group: dist.ProcessGroup, describe: Callable[[], dict[str, Any]]) -> N
             )
     first = answers[0]
     for rank, answer in enumerate(answers):
-        for name in {**first, **answer}:  # another call has other names
-            here, there = first.get(name), answer.get(name)
-            if here != there:
+        if answer.keys() != first.keys():
+            raise ValueError(
+                "every rank must be given the same arguments, mask and key_padding_mask on all ranks or on none and in "
+                f"one form, but those of rank {rank} are others than those of rank 0"
+            )
+        for name in first:
+            if answer[name] != first[name]:
                 raise ValueError(
-                    f"{name} must be the same on every rank of the group, not {here} on rank 0 and {there} on rank "
-                    f"{rank}; give each rank its shard of one problem"
+                    f"{name} must be the same on every rank of the group, not {first[name]} on rank 0 and "
+                    f"{answer[name]} on rank {rank}; give each rank its shard of one problem"
                 )
 
 

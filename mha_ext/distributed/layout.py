@@ -12,10 +12,16 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from mha_ext.distributed.agree import agree, shared_seed
+from mha_ext.distributed.agree import agree, check_member, shared_seed
 from mha_ext.distributed.order import Order, check_order, positions
-from mha_ext.distributed.sequence import Method, sequence_parallel_attention, whole_keys
+from mha_ext.distributed.sequence import (
+    Method,
+    is_of_own_keys,
+    sequence_parallel_attention,
+    whole_keys,
+)
 from mha_ext.functional import attention_with_lse, weights_from_lse
+from mha_ext.layer_arguments import join_masks
 from mha_ext.modules import MultiHeadAttention
 
 
@@ -145,7 +151,8 @@ def parallelize_attention(
 
     Args:
         batch: ranks that hold parts of one batch, of equal size (data parallel). Dropout then drops the positions that
-            one process would, from one seed. Without dropout it changes nothing.
+            one process would, from one seed. Without dropout it changes nothing. These ranks are not compared: where
+            some call ``train()`` and others ``eval()``, they wait for each other until the group's timeout.
         sequence: ranks that hold [B, L / ranks, width] of the sequence, in ``order`` (`shard_sequence`). Attention is
             then `sequence_parallel_attention`, with ``method``; rotary positions are the global ones. The layer takes
             ``mask`` and ``bias`` as that function does, and ``key_padding_mask`` of this rank's keys. Called again
@@ -181,6 +188,7 @@ def _sequence_arguments(
     group, order = layer.parallel.sequence, layer.parallel.order
     if group is None:  # it was, and is no more
         return args, kwargs
+    check_member(group)
     if kwargs.get("cache") is not None:
         raise ValueError(
             "cache must be None where the sequence is spread over ranks, but is a KVCache; decode on whole sequences"
@@ -188,7 +196,7 @@ def _sequence_arguments(
     args, kwargs = _padding_in_mask(args, kwargs, group, order)
     if layer.rotary_base is None or kwargs.get("positions") is not None:
         return args, kwargs
-    if len(args) > 1 or kwargs.get("key") is not None:
+    if (args[1] if len(args) > 1 else kwargs.get("key")) is not None:
         raise ValueError(
             "key must be None with rotary embedding where the sequence is spread over ranks, but is a tensor; turn "
             "queries and keys with mha_ext.rotate, and call ring_attention"
@@ -204,29 +212,31 @@ def _padding_in_mask(
     """Joins the padding of this rank's keys with a mask that has those of all ranks."""
     given = dict(zip(("query", "key", "value", "mask"), args, strict=False)) | kwargs
     mask, padding = given.get("mask"), given.get("key_padding_mask")
-    if not (isinstance(mask, Tensor) and isinstance(padding, Tensor)):
+    if not (isinstance(mask, Tensor) and isinstance(padding, Tensor)) or len(args) > 4:
         return args, kwargs
-    key = given["query"] if given.get("key") is None else given["key"]
-    own, keys = key.shape[1], key.shape[1] * dist.get_world_size(group)
-    if mask.dim() not in (1, 2, 4) or mask.shape[-1] not in (1, keys) or own == keys:
-        return args, kwargs  # both of this rank's keys, or refused by the layer
+    query = given["query"]
+    key = query if given.get("key") is None else given["key"]
+    batch, own = key.shape[0], key.shape[1]
+    ranks = dist.get_world_size(group)
+    keys = own * ranks
+    if ranks == 1 or is_of_own_keys(mask, own, ranks):
+        return args, kwargs  # the layer joins them
 
     def describe() -> dict[str, Any]:
-        wanted = [key.shape[0], own]
-        if list(padding.shape) != wanted:
+        if list(padding.shape) != [batch, own]:
             raise ValueError(
-                f"key_padding_mask must be [B, Lk / ranks] = {wanted}, not {list(padding.shape)}"
+                f"key_padding_mask must be [B, Lk / ranks] = {[batch, own]}, not {list(padding.shape)}"
             )
-        for name, tensor in (("mask", mask), ("key_padding_mask", padding)):
-            if tensor.is_floating_point() or tensor.is_complex():
-                raise TypeError(
-                    f"{name} must be bool or integer, not {tensor.dtype}; pass {name}.bool()"
-                )
-        return {"key_padding_mask": wanted}
+        nothing = torch.empty(batch, keys, dtype=padding.dtype, device="meta")
+        join_masks(mask.to("meta"), nothing, query, key, keys - own)
+        return {"key_padding_mask": [batch, own]}
 
     agree(group, describe)
-    whole = whole_keys(padding, group, order)[:, None, None, :]
-    given |= {"mask": torch.logical_and(mask, whole), "key_padding_mask": None}
+    whole = whole_keys(padding, group, order)
+    given |= {
+        "mask": join_masks(mask, whole, query, key, keys - own),
+        "key_padding_mask": None,
+    }
     return (), given
 
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mha_ext.arguments import Causal, EmptyRows, Window, diagonal, scale_of
+from mha_ext.arguments import Causal, EmptyRows, Window, diagonal, is_integer, scale_of
 from mha_ext.distributed import costs
-from mha_ext.distributed.agree import agree, shared_seed
+from mha_ext.distributed.agree import agree, check_member, shared_seed
 from mha_ext.distributed.alltoall import all_to_all
 from mha_ext.distributed.order import Order, check_order, natural
 from mha_ext.distributed.problem import Problem
@@ -86,12 +86,8 @@ def sequence_parallel_attention(
             "group must be a process group, but torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() first, or run under torchrun"
         )
+    check_member(group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise ValueError(
-            f"group must have this process among its ranks, but rank {dist.get_rank()} of the default group is not in "
-            "it; call this on the group's own ranks alone"
-        )
     tensors = {
         "query": query,
         "key": key,
@@ -131,7 +127,7 @@ def sequence_parallel_attention(
             "seed": None if seed is None else seed.tolist(),
             "method": method,
             "order": order,
-            "origin": tuple(origin),
+            "origin": tuple(int(x) for x in origin),
             "needing a gradient": _needs_gradient(query, key, value, bias),
             "return_lse": bool(return_lse),
             **options,
@@ -143,7 +139,7 @@ def sequence_parallel_attention(
         describe()
     query, key, value = (x.to(_autocast_dtype(x)) for x in (query, key, value))
     queries, keys = query.shape[2] * size, key.shape[2] * size
-    if mask is not None and _is_of_own_keys(mask, key, size):
+    if mask is not None and is_of_own_keys(mask, key.shape[2], size):
         mask = whole_keys(mask, group, order)
     if seed is None and dropout_p > 0:
         seed = shared_seed(query.device, [group])
@@ -164,7 +160,7 @@ def sequence_parallel_attention(
         dropout_p=float(dropout_p),
         scale=scale_of(query, scale),
         uniform=empty_rows == "uniform",
-        first=(origin[0], origin[1]),
+        first=(int(origin[0]), int(origin[1])),
     )
     if method == "auto":
         method = _choose(query, key, value, bias, problem)
@@ -252,7 +248,7 @@ def _check_whole(
             shape[2] *= size
         if name in ("mask", "bias") and len(shape) > 1 and shape[-2] != 1:
             shape[-2] *= size
-        elif name == "mask" and key.dim() == 4 and _is_of_own_keys(tensor, key, size):
+        elif name == "mask" and key.dim() == 4 and is_of_own_keys(tensor, key.shape[2], size):
             shape[-1] = keys
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
@@ -277,7 +273,7 @@ def _check_origin(origin: Any) -> None:
     if not (
         isinstance(origin, tuple | list)
         and len(origin) == 2
-        and all(isinstance(x, int) and x >= 0 for x in origin)
+        and all(is_integer(x) and x >= 0 for x in origin)
     ):
         raise ValueError(
             "origin must be two integers from 0, the global positions of the first batch entry and the first head, "
@@ -296,12 +292,13 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
-def _is_of_own_keys(mask: Tensor, key: Tensor, size: int) -> bool:
-    """Whether a mask has no rows, and the keys of one rank."""
+def is_of_own_keys(mask: Tensor, keys: int, size: int) -> bool:
+    """Whether a mask has no rows, and the ``keys`` of one rank."""
     rows = mask.dim() > 1 and mask.shape[-2] != 1
-    return size > 1 and mask.dim() > 0 and not rows and mask.shape[-1] == key.shape[2]
+    return size > 1 and mask.dim() > 0 and not rows and mask.shape[-1] == keys
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def whole_keys(mask: Tensor, group: dist.ProcessGroup, order: Order) -> Tensor:
     """A mask of every rank's own keys, put together in their natural order."""
     mine = (mask != 0).to(torch.uint8).contiguous()

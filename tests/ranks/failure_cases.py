@@ -80,6 +80,8 @@ def outside() -> None:
     if dist.get_rank():
         text = "group must have this process among its ranks"
         refused(ValueError, text, lambda: ring_attention(x, x, x, group=first))
+        layer = parallelize_attention(mha_ext.MultiHeadAttention(32, 4), sequence=first)
+        refused(ValueError, text, lambda: layer(torch.randn(1, 8, 32)))
     else:
         assert ring_attention(x, x, x, group=first).isfinite().all()
 

@@ -64,12 +64,20 @@ def padding_and_mask() -> None:
         many(shard_sequence(x), None, None, rows, key_padding_mask=keys.int()),
     ):
         torch.testing.assert_close(unshard_sequence(out), wanted, **TIGHT)
+
+    def call(mask: Tensor | None, padding: Tensor | None) -> Tensor:
+        found: Tensor = many(shard_sequence(x), mask=mask, key_padding_mask=padding)
+        return found
+
     wrong = keys[:, 1:] if last() else keys
-    refused(
-        ValueError,
-        "key_padding_mask must be [B, Lk / ranks]",
-        lambda: many(shard_sequence(x), mask=rows, key_padding_mask=wrong),
-    )
+    refused(ValueError, "key_padding_mask must be [B, Lk / ranks]", lambda: call(rows, wrong))
+    wrong = rows[None, None].expand(3, 1, -1, -1) if last() else rows
+    refused(ValueError, "mask must be [Lq, Lk] or broadcast", lambda: call(wrong, keys))
+    refused(ValueError, "the same arguments", lambda: call(rows if last() else None, keys))
+    refused(ValueError, "the same arguments", lambda: call(rows, keys if last() else None))
+    torch._dynamo.reset()
+    found = torch.compile(call, backend="aot_eager")(rows, keys)
+    torch.testing.assert_close(unshard_sequence(found), wanted, **TIGHT)
 
 
 def one_key_each() -> None:
@@ -89,6 +97,15 @@ def one_key_each() -> None:
         )
         out = unshard_sequence(out, dim=2, order="contiguous")
         torch.testing.assert_close(out, mha_ext.attention(q, k, k, mask), **TIGHT)
+    one = layer()
+    many = parallelize_attention(
+        copy.deepcopy(one), sequence=dist.group.WORLD, order="contiguous", method="ring"
+    )
+    x, seen = numbers(1, ranks, 32), torch.arange(ranks) != 1
+    padding = torch.ones(1, ranks, dtype=torch.bool)
+    out = many(cut(x), mask=cut(seen, dim=0), key_padding_mask=cut(padding))
+    out = unshard_sequence(out, order="contiguous")
+    torch.testing.assert_close(out, one(x, mask=seen).detach(), **TIGHT)
 
 
 def given_back() -> None:
@@ -180,9 +197,12 @@ def hidden_numbers() -> None:
     assert out.isfinite().all() and all(leaf.grad.isfinite().all() for leaf in leaves)
 
 
-def compiled() -> None:
+def compiled(groups: bool) -> None:
     """A layer on shards in a compiled model: attention itself is left to eager PyTorch."""
     one, many = spread(causal=True, rotary_base=100.0, dropout=0.2)
+    if groups:  # and of the batch, each of one rank
+        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        parallelize_attention(many, sequence=dist.group.WORLD, batch=alone[dist.get_rank()])
     call = torch.compile(many, backend="aot_eager")
     x = numbers(2, LENGTH, 32)
     torch.manual_seed(1)
@@ -249,7 +269,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "drawn seed": drawn_seed,
     "autocast": autocast,
     "hidden numbers": hidden_numbers,
-    "compiled": compiled,
+    "compiled": partial(compiled, False),
+    "compiled, two groups": partial(compiled, True),
     "DTensor, two dimensions": partial(two_dimensions, 4),
     "DTensor, two dimensions, uneven": partial(two_dimensions, 5),
     "DTensor, weights": weights_of_dtensors,
