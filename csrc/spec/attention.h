@@ -105,8 +105,6 @@ HOST_DEVICE int64_t key_count(const Attention& a, int64_t b) {
 }
 
 // The key/value head that query head h reads (grouped-query attention).
-HOST_DEVICE int64_t kv_head(const Attention& a, int64_t h) {
-  return a.heads == a.kv_heads ? h : h / (a.heads / a.kv_heads);  // a division takes long
-}
+HOST_DEVICE int64_t kv_head(const Attention& a, int64_t h) { return h / (a.heads / a.kv_heads); }
 
 }  // namespace mha_ext
