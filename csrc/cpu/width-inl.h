@@ -25,9 +25,10 @@ template <class K>
 [[gnu::always_inline]] inline void ask_for(const Rows& t, int64_t b, int64_t h, int64_t rows,
                                            int64_t columns) {
   constexpr int64_t kItem = sizeof(typename K::S);
-  const char* last = (const char*)row_of<K>(t, b, h, 0) + columns * kItem - 1;
+  uintptr_t last = (uintptr_t)row_of<K>(t, b, h, 0) + columns * kItem - 1;
   for (int64_t r = 0; r < rows; r++, last += t.row * kItem)
-    for (int64_t at = 0; at < columns * kItem; at += kLine) __builtin_prefetch(last - at, 0, 2);
+    for (int64_t at = 0; at < columns * kItem; at += kLine)
+      __builtin_prefetch((const void*)(last - at), 0, 2);
 }
 
 // Rows in memory that are added up with weights. `next`: how many bytes further the rows are that
