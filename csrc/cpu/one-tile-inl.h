@@ -42,7 +42,8 @@ bool one_tile_weights(const Attention& a, int64_t b, int64_t h, Operand key_rows
   }
   const int64_t at = (b * a.heads + h) * a.queries + q.q0;
   T high[kRow], low[kRow];
-  add_logs(round_up(q.rows, 4), q.m, q.l, -(T)INFINITY, high, low);  // whole vectors of doubles
+  // Logarithms are taken in doubles: whole vectors of these, of lanes that are set.
+  add_logs(min_of(round_up(q.rows, 4), q.vectors * K::kLanes), q.m, q.l, -(T)INFINITY, high, low);
   for (int64_t r = 0; r < q.rows; r += K::kLanes) {
     store_up_to<X>((T*)a.lse + at + r, X::load(high + r), q.rows - r);
     store_up_to<X>((T*)a.lse_low + at + r, X::load(low + r), q.rows - r);
