@@ -257,6 +257,7 @@ def test_a_wrong_result_is_not_timed(
         (["--seconds", "0"], "--seconds: must be a number above 0"),
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--output", "/no/such/folder/x.json"], "/no/such/folder/x.json does not exist"),
+        (["--output", "/"], "/ is a folder; name a file in it"),
         (["--redraw", "/no/such/file.json"], "/no/such/file.json cannot be read"),
     ],
 )

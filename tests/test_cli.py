@@ -171,6 +171,14 @@ def test_bad_options_are_one_line(
     assert len(shown.err.strip().splitlines()) == 1
 
 
+def test_a_place_where_nobody_may_write_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda place, mode: mode != os.W_OK)
+    assert main(["profile", "--json", str(tmp_path / "x.json")]) == 2
+    assert "x.json cannot be written; name a file where that is" in capsys.readouterr().err
+
+
 def test_a_shape_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--batch", "100000", "--heads", "1000", "--queries", "100000"]) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]

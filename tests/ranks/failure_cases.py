@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -102,7 +103,9 @@ def arguments() -> None:
         'method must be "ring"',
         lambda: sequence_parallel_attention(x, few, few, method="all_to_all"),
     )
-    for wrong in ((-1, 0), (0,), None):
+    where: Any = (np.int64(0), 0)
+    assert ring_attention(x, x, x, origin=where).isfinite().all()
+    for wrong in ((-1, 0), (0,), (0.5, 0), None):
         refused(
             ValueError, "origin must be", lambda wrong=wrong: ring_attention(x, x, x, origin=wrong)
         )
