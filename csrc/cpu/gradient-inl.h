@@ -90,18 +90,24 @@ struct GradLanes {
   typename X::V high, low, shift, keep_scale;
 };
 
-// S -> P, or Z without the factor of dropout; dP -> dS, of one vector.
-template <class X, bool kDropout>
-[[gnu::always_inline]] inline void gradient_vector(const GradLanes<X>& of, uint64_t keep,
-                                                   typename X::V& p, typename X::V& ds) {
-  const typename X::V weight = exp_of<X>(X::sub(X::sub(p, of.high), of.low));
-  p = weight;
-  if constexpr (kDropout) {
-    const typename X::M in = X::mask(keep);
-    ds = X::select(in, X::mul(of.keep_scale, ds), X::zero());
-    p = X::select(in, weight, X::zero());
+// S -> P, or Z without the factor of dropout; dP -> dS, of a vector for each of N keys.
+template <class X, bool kDropout, int N>
+[[gnu::always_inline]] inline void gradient_vectors(const GradLanes<X>& of,
+                                                    const uint64_t (&keep)[N],
+                                                    typename X::V (&p)[N], typename X::V (&ds)[N]) {
+#pragma GCC unroll 2
+  for (int i = 0; i < N; i++) p[i] = X::sub(X::sub(p[i], of.high), of.low);
+  exp_each<X, N>(p);
+#pragma GCC unroll 2
+  for (int i = 0; i < N; i++) {
+    const typename X::V weight = p[i];
+    if constexpr (kDropout) {
+      const typename X::M in = X::mask(keep[i]);
+      ds[i] = X::select(in, X::mul(of.keep_scale, ds[i]), X::zero());
+      p[i] = X::select(in, weight, X::zero());
+    }
+    ds[i] = X::mul(weight, X::sub(ds[i], of.shift));
   }
-  ds = X::mul(weight, X::sub(ds, of.shift));
 }
 
 // From S and dP of the keys of `seen`: w.p = P, or Z without the factor of dropout, w.ds = dS.
@@ -118,38 +124,45 @@ void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScra
     of[i] = {X::load(w.high + at), X::load(w.low + at), X::load(w.shift + at), X::set(keep_scale)};
   }
   typename K::T *p = w.p + seen.begin * kRow + lane, *ds = w.ds + seen.begin * kRow + lane;
-  if constexpr (kPaired) {
-    for (int64_t n = 0; n < kTile; n += 2, p += 2 * kRow, ds += 2 * kRow)
-#pragma GCC unroll 4
-      for (int i = 0; i < kVectors; i++) {
-        const int at = i * K::kLanes;
-        V p0 = X::load(p + at), ds0 = X::load(ds + at);
-        V p1 = X::load(p + kRow + at), ds1 = X::load(ds + kRow + at);
-        gradient_vector<X, kDropout>(of[i], kDropout ? w.keep[n] >> (lane + at) : 0, p0, ds0);
-        gradient_vector<X, kDropout>(of[i], kDropout ? w.keep[n + 1] >> (lane + at) : 0, p1, ds1);
-        const int64_t to = n * kRow / 2 + (lane + at) / 2;
-        K::Dot::store_each(p0, p1, w.p_queries + to, w.p_queries + to + kRow / 2);
-        K::Dot::store_each(ds0, ds1, w.ds_queries + to, w.ds_queries + to + kRow / 2);
-        K::Dot::store_pairs(ds0, ds1, w.ds_keys + n / 2 * kRow + lane + at);
-      }
-    return;
-  }
-  for (int64_t n = seen.begin; n < seen.end; n++, p += kRow, ds += kRow) {
-    const uint64_t keep = kDropout ? w.keep[n] >> lane : 0, bits = kPartial ? w.bits[n] >> lane : 0;
+  const auto keys = [&]<int kKeys>(int64_t n) __attribute__((always_inline)) {
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; i++) {
       const int at = i * K::kLanes;
-      V kept = X::load(p + at), grad = X::load(ds + at);
-      gradient_vector<X, kDropout>(of[i], keep >> at, kept, grad);
-      if constexpr (kPartial) {
-        const typename X::M seen = X::mask(bits >> at);
-        grad = X::select(seen, grad, X::zero());
-        kept = X::select(seen, kept, X::zero());
+      V kept[kKeys], grad[kKeys];
+      uint64_t keep[kKeys];
+#pragma GCC unroll 2
+      for (int k = 0; k < kKeys; k++) {
+        kept[k] = X::load(p + k * kRow + at);
+        grad[k] = X::load(ds + k * kRow + at);
+        keep[k] = kDropout ? w.keep[n + k] >> (lane + at) : 0;
       }
-      X::store(p + at, kept);
-      X::store(ds + at, grad);
+      gradient_vectors<X, kDropout, kKeys>(of[i], keep, kept, grad);
+      if constexpr (kPaired) {
+        if constexpr (kKeys == 2) {
+          const int64_t to = n * kRow / 2 + (lane + at) / 2;
+          K::Dot::store_each(kept[0], kept[1], w.p_queries + to, w.p_queries + to + kRow / 2);
+          K::Dot::store_each(grad[0], grad[1], w.ds_queries + to, w.ds_queries + to + kRow / 2);
+          K::Dot::store_pairs(grad[0], grad[1], w.ds_keys + n / 2 * kRow + lane + at);
+        }
+      } else {
+#pragma GCC unroll 2
+        for (int k = 0; k < kKeys; k++) {
+          if constexpr (kPartial) {
+            const typename X::M visible = X::mask(w.bits[n + k] >> (lane + at));
+            grad[k] = X::select(visible, grad[k], X::zero());
+            kept[k] = X::select(visible, kept[k], X::zero());
+          }
+          X::store(p + k * kRow + at, kept[k]);
+          X::store(ds + k * kRow + at, grad[k]);
+        }
+      }
     }
-  }
+    p += kKeys * kRow;
+    ds += kKeys * kRow;
+  };
+  int64_t n = seen.begin;
+  for (; n + 2 <= seen.end; n += 2) keys.template operator()<2>(n);
+  if (!kPaired && n < seen.end) keys.template operator()<1>(n);
 }
 
 // The same for one vector of queries whose delta is not known yet: first w.p = P and w.ds = dP. A
@@ -161,20 +174,30 @@ void gradient_whole(int64_t lane, Range seen, typename K::T keep_scale, GradScra
   const V high = X::load(w.high + lane), low = X::load(w.low + lane), kept = X::set(keep_scale);
   typename K::T *const p = w.p + lane, *const ds = w.ds + lane;
   V delta = X::sub(X::zero(), X::load(w.shift + lane));
-  for (int64_t n = seen.begin; n < seen.end; n++) {
-    V weight = exp_of<X>(X::sub(X::sub(X::load(p + n * kRow), high), low));
-    V grad = X::load(ds + n * kRow);
-    if constexpr (kDropout)
-      grad = X::mul(X::select(X::mask(w.keep[n] >> lane), kept, X::zero()), grad);
-    if constexpr (kPartial) {
-      const typename X::M visible = X::mask(w.bits[n] >> lane);
-      weight = X::select(visible, weight, X::zero());
-      grad = X::select(visible, grad, X::zero());
+  const auto keys = [&]<int kKeys>(int64_t n) __attribute__((always_inline)) {
+    V weight[kKeys];
+#pragma GCC unroll 2
+    for (int k = 0; k < kKeys; k++)
+      weight[k] = X::sub(X::sub(X::load(p + (n + k) * kRow), high), low);
+    exp_each<X, kKeys>(weight);
+#pragma GCC unroll 2
+    for (int k = 0; k < kKeys; k++) {
+      V grad = X::load(ds + (n + k) * kRow);
+      if constexpr (kDropout)
+        grad = X::mul(X::select(X::mask(w.keep[n + k] >> lane), kept, X::zero()), grad);
+      if constexpr (kPartial) {
+        const typename X::M visible = X::mask(w.bits[n + k] >> lane);
+        weight[k] = X::select(visible, weight[k], X::zero());
+        grad = X::select(visible, grad, X::zero());
+      }
+      X::store(p + (n + k) * kRow, weight[k]);
+      X::store(ds + (n + k) * kRow, grad);
+      delta = X::fma(weight[k], grad, delta);
     }
-    X::store(p + n * kRow, weight);
-    X::store(ds + n * kRow, grad);
-    delta = X::fma(weight, grad, delta);
-  }
+  };
+  int64_t n = seen.begin;
+  for (; n + 2 <= seen.end; n += 2) keys.template operator()<2>(n);
+  if (n < seen.end) keys.template operator()<1>(n);
   X::store(w.shift + lane, delta);
   for (int64_t n = seen.begin; n < seen.end; n++) {
     const V weight = X::load(p + n * kRow);

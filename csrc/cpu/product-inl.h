@@ -96,7 +96,28 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC, bool kAs
     for (int i = 0; i < NV; i++) sum[m][i] = X::zero();
   const int64_t m_stride = kA == Contiguous::kAlongM ? (int64_t)sizeof(*x) : a.m_stride;
   const int64_t t_stride = kA == Contiguous::kAlongT ? (int64_t)sizeof(*x) : a.t_stride;
-  for (int64_t t = 0; t < count; t++) {
+  const auto add = [&](int m, int i, typename Dot::Vector v,
+                       const char* from) __attribute__((always_inline)) {
+    sum[m][i] = Dot::accumulate(sum[m][i], v, Dot::broadcast(from + m * m_stride));
+  };
+  [[maybe_unused]] typename X::V largest[NV];
+  [[maybe_unused]] const typename X::V f = X::set(factor);
+  const auto finish = [&](int m, int i) __attribute__((always_inline)) {
+    typename X::T* to = c + m * ldc + i * X::kLanes;
+    typename X::V v = sum[m][i];
+    if constexpr (kC == Update::kStoreTop) largest[i] = X::max(v, largest[i]);
+    if constexpr (kC == Update::kStoreScaled) v = X::mul(f, v);
+    if constexpr (kC == Update::kAddScaled) v = X::fma(f, v, X::load(to));
+    if constexpr (kC == Update::kAddSum) v = X::add(X::load(to), v);
+    X::store(to, v);
+  };
+  // Processors of AVX2: a store whose sum has waited takes a turn of the multiply-adds, since it
+  // reads a register; one whose sum has just come out takes none. A store goes out in a cycle, and
+  // two sums come out: so the last step of the first vector runs beside the last but one of the
+  // second.
+  constexpr bool kBeside = X::kRegisters == 16 && NV == 2 && MR > 1;
+  const bool beside = kBeside && count >= 2;
+  const auto step = [&]() __attribute__((always_inline)) {
     typename Dot::Vector v[NV];
 #pragma GCC unroll 4
     for (int i = 0; i < NV; i++) v[i] = Dot::load(x + i * X::kLanes);
@@ -109,27 +130,48 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC, bool kAs
     if constexpr (kAsk) ahead->ask();
     x += ldx;
     a.data += t_stride;
+  };
+  // By the compiler: where two steps stand in a loop it moves sums from register to register.
+  if constexpr (X::kRegisters == 16) {
+#pragma GCC unroll 2
+    for (int64_t t = beside ? 2 : 0; t < count; t++) step();
+  } else {
+    for (int64_t t = 0; t < count; t++) step();
   }
   if constexpr (kC == Update::kStoreTop)
 #pragma GCC unroll 4
-    for (int i = 0; i < NV; i++) {
-      typename X::V largest = X::load(top + i * X::kLanes);
+    for (int i = 0; i < NV; i++) largest[i] = X::load(top + i * X::kLanes);
+  if constexpr (kBeside) {
+    if (beside) {
+      const char* const last = a.data + t_stride;
+      const typename Dot::Vector v0 = Dot::load(x), v1 = Dot::load(x + X::kLanes);
+      const typename Dot::Vector last0 = Dot::load(x + ldx);
 #pragma GCC unroll 16
-      for (int m = 0; m < MR; m++) largest = X::max(sum[m][i], largest);
-      X::store(top + i * X::kLanes, largest);
+      for (int m = 0; m < MR; m++) add(m, 0, v0, a.data);
+      if constexpr (kAsk) ahead->ask();
+#pragma GCC unroll 16
+      for (int m = 0; m < MR; m++) {
+        add(m, 0, last0, last);
+        finish(m, 0);
+        add(m, 1, v1, a.data);
+      }
+      if constexpr (kAsk) ahead->ask();
+      const typename Dot::Vector last1 = Dot::load(x + ldx + X::kLanes);
+#pragma GCC unroll 16
+      for (int m = 0; m < MR; m++) {
+        add(m, 1, last1, last);
+        finish(m, 1);
+      }
     }
-  [[maybe_unused]] const typename X::V f = X::set(factor);
+  }
+  if (!beside)
 #pragma GCC unroll 16
-  for (int m = 0; m < MR; m++)
+    for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
-    for (int i = 0; i < NV; i++) {
-      typename X::T* to = c + m * ldc + i * X::kLanes;
-      typename X::V v = sum[m][i];
-      if constexpr (kC == Update::kStoreScaled) v = X::mul(f, v);
-      if constexpr (kC == Update::kAddScaled) v = X::fma(f, v, X::load(to));
-      if constexpr (kC == Update::kAddSum) v = X::add(X::load(to), v);
-      X::store(to, v);
-    }
+      for (int i = 0; i < NV; i++) finish(m, i);
+  if constexpr (kC == Update::kStoreTop)
+#pragma GCC unroll 4
+    for (int i = 0; i < NV; i++) X::store(top + i * X::kLanes, largest[i]);
 }
 
 // All m for NV vectors of lanes. 24 (with 16 registers: 12) sums in flight hide the latency of the

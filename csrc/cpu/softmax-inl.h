@@ -82,21 +82,24 @@ void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, typ
     level[i] = level_of<K>(m + i * K::kLanes);
     sum[0][i] = sum[1][i] = X::zero();
   }
-  const auto exponentials = [&](int64_t key, V* to) __attribute__((always_inline)) {
+  const auto exponentials = [&]<int kKeys>(int64_t key) __attribute__((always_inline)) {
 #pragma GCC unroll 4
     for (int i = 0; i < NV; i++) {
       typename K::T* p = s + key * kRow + i * K::kLanes;
-      const V e = exp_of<X>(X::sub(X::load(p), level[i]));
-      X::store(p, e);
-      to[i] = X::add(to[i], e);
+      V e[kKeys];
+#pragma GCC unroll 2
+      for (int k = 0; k < kKeys; k++) e[k] = X::sub(X::load(p + k * kRow), level[i]);
+      exp_each<X, kKeys>(e);
+#pragma GCC unroll 2
+      for (int k = 0; k < kKeys; k++) {
+        X::store(p + k * kRow, e[k]);
+        sum[k][i] = X::add(sum[k][i], e[k]);
+      }
     }
   };
   int64_t n = 0;
-  for (; n + 2 <= keys; n += 2) {
-    exponentials(n, sum[0]);
-    exponentials(n + 1, sum[1]);
-  }
-  if (n < keys) exponentials(n, sum[0]);
+  for (; n + 2 <= keys; n += 2) exponentials.template operator()<2>(n);
+  if (n < keys) exponentials.template operator()<1>(n);
 #pragma GCC unroll 4
   for (int i = 0; i < NV; i++)
     X::store(l + i * K::kLanes, X::add(X::load(l + i * K::kLanes), X::add(sum[0][i], sum[1][i])));
@@ -140,10 +143,10 @@ bool softmax_pairs_lanes(const typename K::T* s, const typename K::T* m, typenam
   return true;
 }
 
-// run<NV>(lane) for each NV vectors of queries.
+// run<NV>(lane) for each NV vectors of queries, of as many as leave registers for the exponential.
 template <class K, class Run>
 void by_vectors(int64_t vectors, const Run& run) {
-  constexpr int kMost = K::X::kRegisters == 32 ? 4 : 2;
+  constexpr int kMost = K::X::kRegisters == 32 ? 4 : 1;
   int64_t lane = 0;
   for (; vectors >= kMost; vectors -= kMost, lane += kMost * K::kLanes)
     run.template operator()<kMost>(lane);

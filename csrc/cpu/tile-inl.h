@@ -60,32 +60,50 @@ typename K::S* row_of(const Rows& t, int64_t b, int64_t h, int64_t row) {
   return (typename K::S*)t.data + b * t.batch + h * t.head + row * t.row;
 }
 
-// For x up to 88 (double: 709); beyond, anything. What is hidden is selected away by the caller.
-template <class X>
-typename X::V exp_of(typename X::V x) {
+// x -> e^x, for x up to 88 (double: 709); beyond, anything. What is hidden is selected away by the
+// caller. Several vectors step by step: what waits in one runs beside the others.
+template <class X, int N>
+[[gnu::always_inline]] inline void exp_each(typename X::V (&x)[N]) {
   using V = typename X::V;
   using E = Exp<typename X::T>;
   const V log2e = X::set(E::log2e);
   if constexpr (X::kPowers) {
-    const V magic = X::set(E::power_magic), u = X::fma(x, log2e, magic);
-    const V r = X::fma(x, log2e, X::sub(magic, u));
-    V p = X::set(E::power_coefficient[E::power_degree - 1]);
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) {
+      const V magic = X::set(E::power_magic), u = X::fma(x[i], log2e, magic);
+      const V r = X::fma(x[i], log2e, X::sub(magic, u));
+      V p = X::set(E::power_coefficient[E::power_degree - 1]);
 #pragma GCC unroll 8
-    for (int i = E::power_degree - 2; i >= 0; i--)
-      p = X::fma(p, r, X::set(E::power_coefficient[i]));
-    const V power = X::power(u);
-    return X::from(E::power_lowest, x, X::fma(power, X::mul(p, r), power));
+      for (int k = E::power_degree - 2; k >= 0; k--)
+        p = X::fma(p, r, X::set(E::power_coefficient[k]));
+      const V power = X::power(u);
+      x[i] = X::from(E::power_lowest, x[i], X::fma(power, X::mul(p, r), power));
+    }
   } else {
-    x = X::max(X::set(E::lowest), x);  // NaN stays NaN
-    const V magic = X::set(E::magic), n = X::fma(x, log2e, magic);
-    const V whole = X::sub(n, magic);
-    V r = X::fma(whole, X::set(-E::ln2_high), x);
-    if constexpr (sizeof(typename X::T) == 8) r = X::fma(whole, X::set(-E::ln2_low), r);
-    V p = X::set(E::coefficient[E::degree]);
+    const auto each = [&](const auto& step) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int i = 0; i < N; i++) step(i);
+    };
+    const V magic = X::set(E::magic);
+    V n[N], p[N];
+    each([&](int i) { x[i] = X::max(X::set(E::lowest), x[i]); });  // NaN stays NaN
+    each([&](int i) { n[i] = X::fma(x[i], log2e, magic); });
+    each([&](int i) { p[i] = X::sub(n[i], magic); });
+    each([&](int i) { x[i] = X::fma(p[i], X::set(-E::ln2_high), x[i]); });
+    if constexpr (sizeof(typename X::T) == 8)
+      each([&](int i) { x[i] = X::fma(p[i], X::set(-E::ln2_low), x[i]); });
+    each([&](int i) { p[i] = X::set(E::coefficient[E::degree]); });
 #pragma GCC unroll 12
-    for (int i = E::degree - 1; i >= 0; i--) p = X::fma(p, r, X::set(E::coefficient[i]));
-    return X::mul(p, X::power_of_two(n));
+    for (int k = E::degree - 1; k >= 0; k--)
+      each([&](int i) { p[i] = X::fma(p[i], x[i], X::set(E::coefficient[k])); });
+    each([&](int i) { x[i] = X::mul(p[i], X::power_of_two(n[i])); });
   }
+}
+template <class X>
+typename X::V exp_of(typename X::V x) {
+  typename X::V one[1] = {x};
+  exp_each<X, 1>(one);
+  return one[0];
 }
 
 // Query-like rows as vectors along t = column: [units of columns][64 rows].
