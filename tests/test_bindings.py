@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -344,6 +345,12 @@ def test_instruction_sets() -> None:
         torch.testing.assert_close(mha_ext.attention(query, key, value), wanted)
     _C.set_isa(None)
     assert _C.active_isa() == supported[0]
+
+
+@pytest.mark.isa
+def test_the_instruction_set_that_was_asked_for_is_the_one_that_runs() -> None:
+    asked = os.environ.get("MHA_EXT_CPU_ISA")
+    assert _C.active_isa() == (asked or _C.supported_isas()[0])
 
 
 def test_unknown_instruction_set() -> None:

@@ -7,7 +7,12 @@
 #include "kernels.h"
 #include "target.h"
 
+#ifdef MHA_EXT_EMULATE_AVX512
+TARGET_BEGIN("avx2,fma,f16c,bmi,bmi2")
+#include "avx512_emulated.h"
+#else
 TARGET_BEGIN("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
+#endif
 #include "../spec/dropout.h"
 #include "scalar-inl.h"
 #include "vec_avx512-inl.h"

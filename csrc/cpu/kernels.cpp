@@ -43,11 +43,16 @@ bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          __builtin_cpu_supports("bmi2");  // and F16C, which every AVX2 machine has
 }
+#ifdef MHA_EXT_EMULATE_AVX512
+bool has_avx512() { return has_avx2(); }
+bool has_avx512_bf16() { return has_avx2(); }
+#else
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
 #ifdef MHA_EXT_EMULATE_AMX
 bool has_amx() { return has_avx512_bf16(); }
 #else
@@ -76,20 +81,25 @@ const Isa kOther[] = {{&kAmx, has_amx},
                       {&kAvx512, has_avx512},
                       {&kAvx2, has_avx2},
                       {&kPortable, always}};
+// What is emulated is slow: for those who name it.
+bool is_emulated([[maybe_unused]] const Kernels* kernels) {
+#if defined(MHA_EXT_EMULATE_AVX512)
+  return kernels == &kAvx512 || kernels == &kAvx512Bf16 || kernels == &kAmx;
+#elif defined(MHA_EXT_EMULATE_AMX)
+  return kernels == &kAmx;
+#else
+  return false;
+#endif
+}
 // Those of the list that were compiled.
 struct List {
-  Isa isas[6];  // one more than there are, to move an entry by
+  Isa isas[5];
   int count = 0;
   template <int n>
   explicit List(const Isa (&all)[n]) {
-    for (const Isa& isa : all)
-      if (isa.kernels) isas[count++] = isa;
-#ifdef MHA_EXT_EMULATE_AMX  // slow: for those who name it
-    if (isas[0].kernels == &kAmx) {
-      isas[count] = isas[0];
-      memmove(isas, isas + 1, static_cast<size_t>(count) * sizeof(Isa));
-    }
-#endif
+    for (int emulated = 0; emulated < 2; emulated++)
+      for (const Isa& isa : all)
+        if (isa.kernels && is_emulated(isa.kernels) == (emulated == 1)) isas[count++] = isa;
   }
 };
 const List& list() {
