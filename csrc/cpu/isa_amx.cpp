@@ -11,7 +11,7 @@
 #endif
 
 #ifdef MHA_EXT_EMULATE_AVX512
-TARGET_BEGIN("avx2,fma,f16c,bmi,bmi2")
+TARGET_BEGIN("amx-tile,amx-bf16,avx2,fma,f16c,bmi,bmi2")
 #include "avx512_emulated.h"
 #else
 TARGET_BEGIN(

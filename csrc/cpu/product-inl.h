@@ -111,10 +111,10 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC, bool kAs
     if constexpr (kC == Update::kAddSum) v = X::add(X::load(to), v);
     X::store(to, v);
   };
-  // Processors of AVX2: a store whose sum has waited takes a turn of the multiply-adds, since it
-  // reads a register; one whose sum has just come out takes none. A store goes out in a cycle, and
-  // two sums come out: so the last step of the first vector runs beside the last but one of the
-  // second.
+  // As measured on Zen 3, with AVX2: a store whose sum has waited takes a turn of the
+  // multiply-adds, since it reads a register; one whose sum has just come out takes none. A store
+  // goes out in a cycle, and two sums come out: so the last step of the first vector runs beside
+  // the last but one of the second.
   constexpr bool kBeside = X::kRegisters == 16 && NV == 2 && MR > 1;
   const bool beside = kBeside && count >= 2;
   const auto step = [&]() __attribute__((always_inline)) {
