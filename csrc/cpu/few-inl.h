@@ -13,7 +13,8 @@ inline int64_t few_rows(const Attention& a) {
 // Tiles of K, then of V, that are read together where a head's rows follow one another.
 constexpr int64_t kFewTiles = 8;
 
-// What the rows carry through the keys: maximum, sum, and the unnormalised output.
+// What the rows carry through the keys: maximum, sum, and the unnormalised output, its columns as
+// few_product has them.
 template <class K>
 struct FewState {
   using T = typename K::T;
@@ -22,7 +23,7 @@ struct FewState {
   FewState(const Attention& a, Arena& arena) {
     m = arena.take<T>(kFewRows);
     l = arena.take<T>(kFewRows);
-    out = arena.take<T>(few_rows(a) * padded<K>(a.value_dim));
+    out = arena.take<T>(few_rows(a) * few_width<K>(a.value_dim));
   }
 };
 
@@ -54,7 +55,7 @@ struct FewScratch {
   FewScratch(const Attention& a, Arena& arena) : state(a, arena), sum(a, arena) {
     const int64_t heads = few_heads(a), rows = few_rows(a);
     const int64_t tiles = max_of(heads, few_in_order(a, 1, 1) ? kFewTiles : 1);
-    query = arena.take<T>(heads * rows * padded<K>(a.head_dim));
+    query = arena.take<T>(heads * rows * few_width<K>(a.head_dim));
     s = arena.take<T>(tiles * rows * kTile);
     bias = arena.take<T>(kTile);
     bits = arena.take<uint64_t>(tiles * rows);
@@ -201,9 +202,9 @@ class FewScan {
         if (!any_of(t, head)) continue;
         const FewState<K> state = states_.of(a_, head);
         for (int64_t r = 0; r < rows; r++)
-          few_selected<K>(row_of<K>(a_.value, b, task_.kv + head, k0), a_.value.row,
-                          bits_of(t, head)[r], a_.value_dim, s_of(t, head) + r * kTile,
-                          state.out + r * ldv_);
+          few_selected<K, false>(row_of<K>(a_.value, b, task_.kv + head, k0), a_.value.row,
+                                 bits_of(t, head)[r], a_.value_dim, s_of(t, head) + r * kTile,
+                                 state.out + r * ldv_);
       }
       return;
     }
@@ -233,7 +234,7 @@ class FewScan {
   const FewTask& task_;
   const FewStates<K>& states_;
   FewScratch<K>& w_;
-  const int64_t ld_ = padded<K>(a_.head_dim), ldv_ = padded<K>(a_.value_dim);
+  const int64_t ld_ = few_width<K>(a_.head_dim), ldv_ = few_width<K>(a_.value_dim);
   const int64_t ld_rows_ = few_rows(a_), ahead_ = keys_ahead(a_, task_.heads);
   const bool in_order_ = few_in_order(a_, task_.heads, task_.rows);
   const int64_t together_ = in_order_ ? kTile : kFewKeys;
@@ -245,7 +246,7 @@ template <class K>
 void few_merge(const Attention& a, int64_t rows, const FewState<K>& next, const FewState<K>& sum) {
   using T = typename K::T;
   using X = typename K::X;
-  const int64_t ldv = padded<K>(a.value_dim);
+  const int64_t ldv = few_width<K>(a.value_dim);
   T old_factor[kFewRows], factor[kFewRows];
   merge_levels<K>(round_up(rows, K::kLanes), next.m, next.l, sum.m, sum.l, old_factor, factor);
   for (int64_t r = 0; r < rows; r++) {
@@ -259,7 +260,7 @@ template <class K>
 void few_finish(const Attention& a, int64_t b, int64_t kv, int64_t first, int64_t rows,
                 const FewState<K>& state, FewScratch<K>& w) {
   using T = typename K::T;
-  const int64_t ldv = padded<K>(a.value_dim);
+  const int64_t ldv = few_width<K>(a.value_dim);
   for (int64_t r = 0; r < rows; r++) {
     const FewRow row = few_row(a, kv, first + r);
     const int64_t at = (b * a.heads + row.head) * a.queries + row.query;
@@ -269,6 +270,7 @@ void few_finish(const Attention& a, int64_t b, int64_t kv, int64_t first, int64_
     if (state.l[r] != 0) {
       add_log(state.m[r], state.l[r], (T*)a.lse + at, (T*)a.lse_low + at);
       factor /= state.l[r];
+      join_columns<K>(ldv, state.out + r * ldv);
     } else if (a.uniform_empty_rows) {
       few_uniform<K>(a, b, kv, row, w.s, state.out + r * ldv);
     }
@@ -291,7 +293,7 @@ void forward_few(const Attention& a, int64_t b, int64_t kv, int64_t heads, int64
   Arena arena{(char*)scratch};
   FewScratch<K> w(a, arena);
   const FewTask task{b, kv, heads, first, rows};
-  const int64_t ld = padded<K>(a.head_dim), ld_rows = few_rows(a);
+  const int64_t ld = few_width<K>(a.head_dim), ld_rows = few_rows(a);
   const KeyRanges ranges = forward_ranges(a);
   for (int64_t head = 0; head < heads; head++) {
     T* query = w.query + head * ld_rows * ld;

@@ -90,6 +90,29 @@ void few_softmax(uint64_t bits, int64_t keys, typename K::T* s, typename K::T* m
   *l += X::sum(sum);
 }
 
+// Vectors of a row of values, of which `left` columns are left: as few_product adds them up.
+template <class K, int kVectors>
+[[gnu::always_inline]] inline void load_values(const typename K::S* value, int64_t left,
+                                               typename K::X::V (&v)[kVectors]) {
+  using X = typename K::X;
+  if constexpr (K::kSplit) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; i += 2) {
+      const auto pairs = X::load_pairs(value + i * K::kLanes,
+                                       i + 2 < kVectors ? 2 * K::kLanes : left - i * K::kLanes);
+      v[i] = X::split(pairs, 0);
+      v[i + 1] = X::split(pairs, 1);
+    }
+  } else {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; i++)
+      v[i] = i + 1 < kVectors ? X::load(value + i * K::kLanes)
+                              : load_up_to<X>(value + i * K::kLanes, left - i * K::kLanes);
+  }
+}
+template <class K>
+constexpr int kFewVectors = K::kSplit ? 2 : 1;  // that are loaded together
+
 // out[row][0:width of kVectors] += sum over the keys of s[row][n] value[n], for kRows rows.
 template <class K, int kRows, int kVectors, bool kAsk>
 void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64_t left,
@@ -103,11 +126,7 @@ void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64
   for (int64_t n = 0; n < keys; n++) {
     if constexpr (kAsk) next->ask();
     typename X::V v[kVectors];
-#pragma GCC unroll 8
-    for (int i = 0; i < kVectors; i++)
-      v[i] = i + 1 < kVectors
-                 ? X::load(value + n * stride + i * K::kLanes)
-                 : load_up_to<X>(value + n * stride + i * K::kLanes, left - i * K::kLanes);
+    load_values<K>(value + n * stride, left, v);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; r++) {
       const typename X::V p = X::set(s[r * kTile + n]);
@@ -127,7 +146,7 @@ void few_values(const typename K::S* value, int64_t stride, int64_t keys, int64_
   constexpr int kSums = K::X::kRegisters / 2, kMost = kSums / kRows < 8 ? kSums / kRows : 8;
   int64_t d = 0;
   const auto columns = [&]<int kVectors>() __attribute__((always_inline)) {
-    for (; width - d > (kVectors - 1) * K::kLanes; d += kVectors * K::kLanes)
+    for (; width - d > (kVectors - kFewVectors<K>)*K::kLanes; d += kVectors * K::kLanes)
       if (next && d == 0)
         few_product<K, kRows, kVectors, true>(value + d, stride, keys, width - d, s, out + d, ld,
                                               next);
@@ -137,21 +156,46 @@ void few_values(const typename K::S* value, int64_t stride, int64_t keys, int64_
   };
   columns.template operator()<kMost>();
   if constexpr (kMost > 4) columns.template operator()<4>();
-  columns.template operator()<1>();
+  columns.template operator()<kFewVectors<K>>();
 }
 
-// out[row] += weight[n] value[n] for the keys in `bits` only.
-template <class K>
+// out[row] += weight[n] value[n] for the keys in `bits` only. kOrder: columns in their order, where
+// few_product has them apart.
+template <class K, bool kOrder = true>
 void few_selected(const typename K::S* value, int64_t stride, uint64_t bits, int64_t width,
                   const typename K::T* weight, typename K::T* out) {
   using X = typename K::X;
   for (; bits; bits &= bits - 1) {
     const int64_t n = __builtin_ctzll(bits);
     const typename X::V p = X::set(weight[n]);
-    for (int64_t d = 0; d < width; d += K::kLanes)
-      X::store(out + d,
-               X::fma(load_up_to<X>(value + n * stride + d, width - d), p, X::load(out + d)));
+    if constexpr (K::kSplit && !kOrder) {
+      for (int64_t d = 0; d < width; d += 2 * K::kLanes) {
+        typename X::V v[2];
+        load_values<K>(value + n * stride + d, width - d, v);
+        for (int i = 0; i < 2; i++) {
+          typename K::T* const to = out + d + i * K::kLanes;
+          X::store(to, X::fma(v[i], p, X::load(to)));
+        }
+      }
+    } else {
+      for (int64_t d = 0; d < width; d += K::kLanes)
+        X::store(out + d,
+                 X::fma(load_up_to<X>(value + n * stride + d, width - d), p, X::load(out + d)));
+    }
   }
+}
+
+// The columns of few_product in their order.
+template <class K>
+void join_columns(int64_t width, typename K::T* out) {
+  using X = typename K::X;
+  if constexpr (K::kSplit)
+    for (int64_t d = 0; d < width; d += 2 * K::kLanes) {
+      typename X::V v[2] = {X::load(out + d), X::load(out + d + K::kLanes)};
+      X::join(v);
+      X::store(out + d, v[0]);
+      X::store(out + d + K::kLanes, v[1]);
+    }
 }
 
 // A row that sees nothing, where P is uniform: the mean of all values.

@@ -74,19 +74,31 @@ class NextRows {
     share_ = ceil_div(rows * ceil_div(bytes, kLine), max_of(1, units));
   }
   [[gnu::always_inline]] void ask() {
-    for (int64_t i = 0; i < share_ && rows_ > 0; i++) {
-      __builtin_prefetch(row_ + at_, 0, 2);
-      if ((at_ += kLine) < bytes_) continue;
-      at_ = 0;
-      row_ += stride_;
-      rows_--;
+    if (rows_ <= 0) return;
+    const char* row = row_;  // in registers: this stands beside every few multiply-adds
+    int64_t at = at_, rows = rows_;
+    for (int64_t i = share_; i > 0; i--) {
+      __builtin_prefetch(row + at, 0, 2);
+      if ((at += kLine) < bytes_) continue;
+      at = 0;
+      row += stride_;
+      if (--rows == 0) break;
     }
+    row_ = row;
+    at_ = at;
+    rows_ = rows;
   }
 
  private:
   const char* row_ = nullptr;
   int64_t stride_ = 0, bytes_ = 0, rows_ = 0, share_ = 0, at_ = 0;
 };
+
+// Columns of a row of few queries, in whole steps of a product.
+template <class K>
+int64_t few_width(int64_t columns) {
+  return round_up(columns, K::kSplit ? 2 * K::kLanes : K::kLanes);
+}
 
 // s[r][n] = sum_d key[n][d] query[r][d] for kRows rows of queries and kLanes / kRows keys: a vector
 // of partial sums for each pair, and all of these are added at once. What a pair's sum is depends
@@ -100,7 +112,7 @@ void few_scores_block(const typename K::S* key, int64_t stride, int64_t keys, in
   using X = typename K::X;
   using V = typename X::V;
   constexpr int kLanes = K::kLanes, kKeys = kLanes / kRows;
-  constexpr int kColumns = K::kPairs ? 2 * kLanes : kLanes;  // of a vector of a row
+  constexpr int kColumns = K::kPairs || K::kSplit ? 2 * kLanes : kLanes;  // of a step
   // Four rows share a pointer: that leaves the addresses in registers.
   const typename K::S* p[kKeys];
 #pragma GCC unroll 16
@@ -110,21 +122,30 @@ void few_scores_block(const typename K::S* key, int64_t stride, int64_t keys, in
   for (int i = 0; i < kLanes; i++) sum[i] = X::zero();
   const auto step = [&]<bool kFull>(int first, int last, int64_t d,
                                     int64_t at) __attribute__((always_inline)) {
-    V q[kRows];
+    constexpr int kParts = K::kSplit ? 2 : 1;
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; part++) {
+      V q[kRows];
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; r++) q[r] = X::load(query + r * ld + d / (kColumns / kLanes));
+      for (int r = 0; r < kRows; r++)
+        q[r] = X::load(query + r * ld + (K::kPairs ? d / 2 : d) + part * kLanes);
 #pragma GCC unroll 16
-    for (int i = first; i < last; i++) {
-      const typename K::S* from = (kWhole ? p[i / 4 * 4] + i % 4 * stride : p[i]) + at;
-      if constexpr (K::kPairs) {
-        const auto v = K::Dot::load_row(from, kFull ? kColumns : columns - d);
+      for (int i = first; i < last; i++) {
+        const typename K::S* from = (kWhole ? p[i / 4 * 4] + i % 4 * stride : p[i]) + at;
+        if constexpr (K::kPairs) {
+          const auto v = K::Dot::load_row(from, kFull ? kColumns : columns - d);
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; r++)
-          sum[r * kKeys + i] = K::Dot::add_products(sum[r * kKeys + i], v, q[r]);
-      } else {
-        const V v = kFull ? X::load(from) : X::load(from, columns - d);
+          for (int r = 0; r < kRows; r++)
+            sum[r * kKeys + i] = K::Dot::add_products(sum[r * kKeys + i], v, q[r]);
+        } else {
+          V v;
+          if constexpr (K::kSplit)
+            v = X::split(X::load_pairs(from, kFull ? kColumns : columns - d), part);
+          else
+            v = kFull ? X::load(from) : X::load(from, columns - d);
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; r++) sum[r * kKeys + i] = X::fma(v, q[r], sum[r * kKeys + i]);
+          for (int r = 0; r < kRows; r++) sum[r * kKeys + i] = X::fma(v, q[r], sum[r * kKeys + i]);
+        }
       }
     }
   };
@@ -169,17 +190,23 @@ void few_scores(const typename K::S* key, int64_t stride, int64_t keys, int64_t 
                                               ld, scale, s + n);
 }
 
-// The query of one row: scaled, in the type of the sums; or as it is, in pairs. Zero past its end.
+// The query of one row: scaled, in the type of the sums, as few_scores takes its columns; or as it
+// is, in pairs. Zero past its end.
 template <class K>
 void few_query(const Attention& a, int64_t b, int64_t h, int64_t i, typename K::T* to) {
   using X = typename K::X;
   const typename K::S* query = row_of<K>(a.query, b, h, i);
   const typename X::V scale = X::set((typename K::T)a.scale);
-  for (int64_t d = 0; d < a.head_dim; d += K::kLanes) {
-    if constexpr (K::kPairs)
+  for (int64_t d = 0; d < a.head_dim; d += K::kSplit ? 2 * K::kLanes : K::kLanes) {
+    if constexpr (K::kPairs) {
       X::store(to + d, K::Dot::load_row(query + 2 * d, a.head_dim - 2 * d));
-    else
+    } else if constexpr (K::kSplit) {
+      const auto pairs = X::load_pairs(query + d, a.head_dim - d);
+      for (int part = 0; part < 2; part++)
+        X::store(to + d + part * K::kLanes, X::mul(scale, X::split(pairs, part)));
+    } else {
       X::store(to + d, X::mul(scale, load_up_to<X>(query + d, a.head_dim - d)));
+    }
   }
 }
 

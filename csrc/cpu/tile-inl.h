@@ -15,6 +15,8 @@ struct Kind {
   static constexpr int kLanes = X::kLanes;
   static constexpr bool kPairs = Dot::kStep == 2;
   static constexpr bool kInPlace = sizeof(S) == sizeof(T);  // storage is what the products read
+  // Whether few queries take numbers at even and at odd places apart.
+  static constexpr bool kSplit = !kPairs && requires(const S* p) { X::load_pairs(p, 0); };
 };
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }

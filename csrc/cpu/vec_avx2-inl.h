@@ -88,16 +88,43 @@ struct F32x8 {
     const __m256i all = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
     return _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
   }
+  // Of n < 8 numbers, without a call: where one may be made, a loop keeps its sums in memory.
   static __m128i load_part(const void* p, int64_t n) {
-    __m128i x = _mm_setzero_si128();
-    __builtin_memcpy(&x, p, (size_t)n * 2);
-    return x;
+    const uint16_t* from = (const uint16_t*)p;
+    uint64_t x[2] = {0, 0};
+    uint64_t& rest = x[n >= 4];
+    if (n >= 4) {
+      __builtin_memcpy(x, from, 8);
+      from += 4;
+      n -= 4;
+    }
+#pragma GCC unroll 3
+    for (int i = 0; i < 3; i++)
+      if (i < n) rest |= (uint64_t)from[i] << (16 * i);
+    return _mm_set_epi64x((int64_t)x[1], (int64_t)x[0]);
   }
   static void store_part(void* p, __m128i x, int64_t n) { __builtin_memcpy(p, &x, (size_t)n * 2); }
   static V load(const BFloat16* p) { return widen_bf16(_mm_loadu_si128((const __m128i*)p)); }
   static V load(const BFloat16* p, int64_t n) { return widen_bf16(load_part(p, n)); }
   static void store(BFloat16* p, V v) { _mm_storeu_si128((__m128i*)p, narrow_bf16(v)); }
   static void store(BFloat16* p, V v, int64_t n) { store_part(p, narrow_bf16(v), n); }
+  // 16 numbers, or n of them and zero beyond; and those at even (part 0) or at odd places. A shift
+  // or a mask, where widening in their order has to move each to another place first.
+  static __m256i load_pairs(const BFloat16* p, int64_t n) {
+    if (n >= 16) return _mm256_loadu_si256((const __m256i*)p);
+    const __m128i low = n >= 8 ? _mm_loadu_si128((const __m128i*)p) : load_part(p, n);
+    return _mm256_set_m128i(n > 8 ? load_part(p + 8, n - 8) : _mm_setzero_si128(), low);
+  }
+  static V split(__m256i x, int part) {
+    return _mm256_castsi256_ps(part == 0 ? _mm256_slli_epi32(x, 16)
+                                         : _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
+  }
+  // Back to their order.
+  static void join(V (&v)[2]) {
+    const V low = _mm256_unpacklo_ps(v[0], v[1]), high = _mm256_unpackhi_ps(v[0], v[1]);
+    v[0] = _mm256_permute2f128_ps(low, high, 0x20);
+    v[1] = _mm256_permute2f128_ps(low, high, 0x31);
+  }
   static V load(const Float16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
   static V load(const Float16* p, int64_t n) { return _mm256_cvtph_ps(load_part(p, n)); }
   static void store(Float16* p, V v) {

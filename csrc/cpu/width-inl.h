@@ -25,8 +25,13 @@ template <class K>
 [[gnu::always_inline]] inline void ask_for(const Rows& t, int64_t b, int64_t h, int64_t rows,
                                            int64_t columns) {
   constexpr int64_t kItem = sizeof(typename K::S);
+  if (t.row == columns) {  // the rows follow one another
+    columns *= rows;
+    rows = 1;
+  }
   uintptr_t last = (uintptr_t)row_of<K>(t, b, h, 0) + columns * kItem - 1;
   for (int64_t r = 0; r < rows; r++, last += t.row * kItem)
+#pragma GCC unroll 4
     for (int64_t at = 0; at < columns * kItem; at += kLine)
       __builtin_prefetch((const void*)(last - at), 0, 2);
 }
@@ -60,7 +65,7 @@ void width_product(const WidthRows<K>& x, const typename K::T* tile, typename K:
     if constexpr (kHalf) rest[r] = Half::zero();
   }
   const typename K::S* row = x.data;
-  for (int64_t n = 0; n < x.count; n++, row += x.stride) {
+  const auto step = [&](int64_t n) __attribute__((always_inline)) {
     typename X::V v[kVectors];
     [[maybe_unused]] typename Half::V last;
 #pragma GCC unroll 4
@@ -83,6 +88,13 @@ void width_product(const WidthRows<K>& x, const typename K::T* tile, typename K:
       for (int i = 0; i < kVectors; i++) sum[r][i] = X::fma(v[i], X::set(*weight), sum[r][i]);
       if constexpr (kHalf) rest[r] = Half::fma(last, Half::set(*weight), rest[r]);
     }
+    row += x.stride;
+  };
+  if constexpr (X::kRegisters == 16) {
+#pragma GCC unroll 2
+    for (int64_t n = 0; n < x.count; n++) step(n);
+  } else {
+    for (int64_t n = 0; n < x.count; n++) step(n);
   }
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; r++, to += to_stride) {
