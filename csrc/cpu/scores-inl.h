@@ -129,6 +129,9 @@ void few_scores_block(const typename K::S* key, int64_t stride, int64_t keys, in
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; r++)
         q[r] = X::load(query + r * ld + (K::kPairs ? d / 2 : d) + part * kLanes);
+      if constexpr (kRows == 4 && requires(V v) { X::keep(v); })
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; r++) X::keep(q[r]);
 #pragma GCC unroll 16
       for (int i = first; i < last; i++) {
         const typename K::S* from = (kWhole ? p[i / 4 * 4] + i % 4 * stride : p[i]) + at;

@@ -72,6 +72,9 @@ struct F32x8 {
   }
   static __m256i first(int64_t n) { return _mm256_castps_si256(mask((1ull << n) - 1)); }
   static V load(const float* p) { return _mm256_loadu_ps(p); }
+  // In a register: a compiler that is short of them loads again for each multiply-add, and two of
+  // these a cycle leave no time for other loads.
+  static void keep(V& v) { asm("" : "+x"(v)); }
   static V load(const float* p, int64_t n) { return _mm256_maskload_ps(p, first(n)); }
   static void store(float* p, V v) { _mm256_storeu_ps(p, v); }
   static void store(float* p, V v, int64_t n) { _mm256_maskstore_ps(p, first(n), v); }
