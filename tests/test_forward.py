@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import (
@@ -40,6 +42,15 @@ def test_every_option(problem: Problem) -> None:
 @pytest.mark.parametrize("problem", RANDOM_PROBLEMS, ids=lambda p: f"random-{p.numbers}")
 def test_options_together(problem: Problem) -> None:
     check(problem)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [1, 3])
+def test_every_width_of_one_query(heads: int, dtype: torch.dtype) -> None:
+    """Parts of vectors, of each length, of keys and of values."""
+    for width in range(1, 35):
+        shape = Problem(batch=1, queries=1, keys=70, head_dim=width, value_dim=35 - width)
+        check(replace(shape, heads=heads, kv_heads=1, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
