@@ -45,7 +45,7 @@ def test_options_together(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("heads", [1, 2, 3])
 def test_every_width_of_one_query(heads: int, dtype: torch.dtype) -> None:
     """Parts of vectors, of each length, of keys and of values."""
     for width in range(1, 35):
