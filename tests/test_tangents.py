@@ -249,6 +249,14 @@ def test_only_what_is_wanted(unwanted: tuple[int, ...], dtype: torch.dtype) -> N
     assert all(torch.equal(found[name], wanted[name]) for name in found)
 
 
+@pytest.mark.parametrize("numbers", range(6))
+def test_scores_that_all_move_alike(numbers: int) -> None:
+    """lse moves by that constant, as plain PyTorch has it to the bit: a long chain of sums has not."""
+    shape = Problem(heads=4, kv_heads=2, queries=33, keys=97, head_dim=7, value_dim=1)
+    pairs = replace(shape, mask="", mask_dtype=torch.uint8, bias="", numbers=numbers)
+    check(replace(pairs, dtype=torch.bfloat16), ("query", "key"))
+
+
 @dtypes
 def test_scores_that_move_by_a_large_constant(dtype: torch.dtype) -> None:
     """P does not move: what is left is rounding, no more than plain PyTorch's."""

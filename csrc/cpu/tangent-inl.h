@@ -132,8 +132,8 @@ void tangent_tile(int64_t keys, bool partial, const uint64_t* bits, const uint64
   for (int64_t i = 0; i < q.vectors; i++) {
     const int64_t lane = i * K::kLanes;
     const V high = X::load(q.high + lane), low = X::load(q.low + lane);
-    V mu = X::zero();  // of this tile: a short chain of sums
-    for (int64_t n = 0; n < keys; n++) {
+    V mu[2] = {X::zero(), X::zero()};  // of even and of odd keys: shorter chains round less
+    const auto add = [&](int64_t n, V& sum) __attribute__((always_inline)) {
       typename K::T *to = s + n * kRow + lane, *to_tangent = st + n * kRow + lane;
       V p = probability<X>(to, high, low);
       const typename X::M seen = X::mask(partial ? bits[n] >> lane : ~0ull);
@@ -142,12 +142,18 @@ void tangent_tile(int64_t keys, bool partial, const uint64_t* bits, const uint64
       if (with_scores) {
         V x = X::mul(p, X::load(to_tangent));
         if (partial) x = X::select(seen, x, X::zero());
-        mu = X::add(mu, x);
+        sum = X::add(sum, x);
         X::store(to_tangent, keep ? X::select(kept, x, X::zero()) : x);
       }
       X::store(to, keep ? X::select(kept, p, X::zero()) : p);
+    };
+    int64_t n = 0;
+    for (; n + 2 <= keys; n += 2) {
+      add(n, mu[0]);
+      add(n + 1, mu[1]);
     }
-    X::store(q.mu + lane, X::add(X::load(q.mu + lane), mu));
+    if (n < keys) add(n, mu[0]);
+    X::store(q.mu + lane, X::add(X::load(q.mu + lane), X::add(mu[0], mu[1])));
   }
 }
 
