@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import random
 import re
 import shlex
 import subprocess
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import mha_ext
 from mha_ext import timing
-from mha_ext.cases import DTYPES, Case
+from mha_ext.cases import DTYPES, MASKS, Case
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 # Imported from their folder, as the commands are.
@@ -33,6 +34,7 @@ try:
     import quieter
     import run
     import suite
+    import sweep
 finally:
     sys.path.remove(str(FOLDER))
 
@@ -495,6 +497,21 @@ def test_share_of_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             expected.add("onnxruntime")
         assert names == expected
     assert all(m["forward_gflops"] > 0 and m["peak_gflops"] > 0 for m in measurements)
+
+
+def test_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    """Draws what there are kernels for, compares it, and lists the least speed-ups first."""
+    source = random.Random(0)
+    cases = [sweep.draw(source) for _ in range(300)]
+    assert {case.mask for case in cases} == set(MASKS)
+    assert any(case.heads > case.key_heads for case in cases)
+    assert any(case.value_dim != case.head_dim for case in cases)
+    options = ["--problems", "3", "--seconds", "0.001", "--worst", "4", "--dtype", "float32"]
+    assert sweep.main(options) == 0
+    shown = capsys.readouterr().out
+    ratios = [float(found) for found in re.findall(r"([0-9.]+)x *$", shown, re.MULTILINE)]
+    assert len(ratios) == 4 and ratios == sorted(ratios)
+    assert "the least speed-ups of 3 problems" in shown and "of 3" in shown.splitlines()[-1]
 
 
 def test_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
