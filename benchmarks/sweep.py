@@ -3,9 +3,10 @@
     python benchmarks/sweep.py
     python benchmarks/sweep.py --problems 1000 --seed 3 --dtype float32 --threads 2 --worst 40
 
-run.py measures the shapes that models have; this draws lengths, widths, grouped heads, masks and dtypes at random
-and lists the problems with the least speed-up over the fastest of eager and SDPA, forward and backward apart. Each
-result is held against float64 first, by the code that run.py uses. The same seed draws the same problems.
+run.py measures the shapes that models have; this draws lengths, widths, grouped heads, masks and
+dtypes at random and lists the problems with the least speed-up over the faster of eager and SDPA,
+forward and backward apart. Each result is held against float64 first, without dropout, by the code
+that run.py uses. The same seed draws the same problems.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from statistics import geometric_mean
 
+import run
 from measure import OWN, Bench, Record
 from suite import BOTH, DTYPES, Group
 from tables import milliseconds
@@ -24,39 +26,11 @@ from mha_ext.cases import MASKS, SQUARE_MASKS, Case
 from mha_ext.report import Row, print_table, progress
 
 PEERS = ("eager", "SDPA")
-LENGTHS = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    8,
-    10,
-    12,
-    16,
-    17,
-    24,
-    32,
-    33,
-    50,
-    64,
-    65,
-    77,
-    100,
-    128,
-    129,
-    197,
-    256,
-    300,
-    512,
-    700,
-    1024,
-)
+SHORT = (1, 2, 3, 4, 5, 8, 10, 12, 16, 17, 24, 32, 33, 50)
+LENGTHS = (*SHORT, 64, 65, 77, 100, 128, 129, 197, 256, 300, 512, 700, 1024)
 WIDTHS = (1, 4, 8, 10, 16, 24, 32, 40, 48, 50, 64, 72, 80, 96, 100, 128, 160, 192, 256, 300)
-MOST_WORK, MOST_NUMBERS = (
-    3e8,
-    1e7,
-)  # of a problem: products of a pair and a column; numbers in its tensors
+MOST_WORK = 3e8  # of a problem: pairs times columns of K and V
+MOST_NUMBERS = 1e7  # the same with queries and keys in place of the pairs
 
 
 def draw(source: random.Random) -> Case:
@@ -115,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", type=int, default=200, help="(default: %(default)s)")
     parser.add_argument(
-        "--seconds", type=float, default=0.1, help="for each problem (default: %(default)s)"
+        "--seconds", type=run.positive, default=0.1, help="for each problem (default: %(default)s)"
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="of the problems (default: %(default)s)"

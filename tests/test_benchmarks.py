@@ -231,9 +231,9 @@ def test_a_failing_peer_is_left_out(
     assert "no such kernel" in content["left_out"].values()
 
 
-def test_a_wrong_result_is_not_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def _wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours is off by a hundredth."""
     attention = mha_ext.attention
 
     def wrong(query: Tensor, *args: object, **options: object) -> Tensor:
@@ -241,6 +241,10 @@ def test_a_wrong_result_is_not_timed(
         return out * 1.01
 
     monkeypatch.setattr(mha_ext, "attention", wrong)
+
+
+@pytest.mark.usefixtures("_wrong")
+def test_a_wrong_result_is_not_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     assert run.main([*TINY, "--peers", "--no-charts", "--output", str(out)]) == 1
     assert "WRONG: mha_ext, tiny" in capsys.readouterr().out
@@ -512,6 +516,55 @@ def test_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     ratios = [float(found) for found in re.findall(r"([0-9.]+)x *$", shown, re.MULTILINE)]
     assert len(ratios) == 4 and ratios == sorted(ratios)
     assert "the least speed-ups of 3 problems" in shown and "of 3" in shown.splitlines()[-1]
+
+
+def test_sweep_compares_with_the_faster_peer() -> None:
+    """Made-up times; what is wrong has none, and no row."""
+    case = sweep.draw(random.Random(0))
+
+    def record(name: str, what: str, taken: float | None) -> measure.Record:
+        found = timing.summary([taken]) if taken else None
+        return measure.Record(
+            "sweep", case.name, "float32", 1, "attention", name, what, seconds=found
+        )
+
+    forward = [("eager", 3.0), ("SDPA", 2.0), ("mha_ext", 4.0)]
+    records = [record(name, "forward", taken) for name, taken in forward]
+    records += [record("eager", "backward", 1.0), record("mha_ext", "backward", None)]
+    ((ratio, row),) = sweep.speedups(records, "float32", case)
+    assert ratio == 0.5
+    ahead = [record("SDPA", "forward", 3.0), record("mha_ext", "forward", 1.0)]
+    assert [found for found, _ in sweep.speedups(ahead, "float32", case)] == [3.0]
+    assert row and (row[0], row[2:4], row[-2:]) == (
+        case.name,
+        ["float32", "forward"],
+        ["SDPA", "0.50x"],
+    )
+
+
+@pytest.mark.usefixtures("_wrong")
+def test_sweep_names_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--problems", "1", "--seconds", "0.001", "--dtype", "float32"]
+    assert sweep.main(options) == 1
+    assert "wrong: sweep: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--problems", "0"], "--problems must be at least 1, got 0"),
+        (["--threads", "-1"], "--threads must be at least 1, got -1"),
+        (["--worst", "0"], "--worst must be at least 1, got 0"),
+        (["--seconds", "0"], "--seconds: must be a number above 0"),
+        (["--dtype", "int8"], "--dtype"),
+    ],
+)
+def test_bad_options_of_sweep(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        sweep.main(options)
+    assert words in capsys.readouterr().err
 
 
 def test_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
