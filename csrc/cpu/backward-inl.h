@@ -7,6 +7,14 @@ namespace {
 
 enum class Finite : char { kUnknown, kNo, kYes };
 
+// Whether each tile of keys may be met once: by one block of queries, of one head. Then grad_key
+// and grad_value are products that are written where they belong, without sums in scratch, and what
+// the products read of K and V need not be kept.
+template <class K>
+bool may_meet_once(const Attention& a) {
+  return a.queries <= min_of(kTile, kOneTileQueries<K>) && a.heads == a.kv_heads;
+}
+
 template <class K>
 struct BackwardScratch : GradScratch<K> {
   using T = typename K::T;
@@ -14,6 +22,7 @@ struct BackwardScratch : GradScratch<K> {
   Unit *query_rows, *grad_out_rows;  // vectors along the width, for dK and dV
   Unit *keys_in, *keys_across, *values_in, *pairs, *pair_rows, *p_rows, *clean_keys;
   Operand* key_columns;  // of each tile
+  bool once = false;     // whether each is met once
   bool* touched;         // whether the tile's grad_key and grad_value hold something
   Finite* finite;        // whether the tile's keys are
   typename K::S* clean;
@@ -22,9 +31,11 @@ struct BackwardScratch : GradScratch<K> {
   BackwardScratch(const Attention& a, Arena& arena) : GradScratch<K>(a, arena) {
     const int64_t d = padded<K>(a.head_dim), dv = padded<K>(a.value_dim);
     const int64_t keys = min_of(a.keys, ranges_together(a) * grad_ranges(a).size);
-    const int64_t tiles = ceil_div(keys, kTile), length = tiles * kTile;
-    query_rows = arena.take<Unit>(kTile * d);
-    grad_out_rows = arena.take<Unit>(kTile * dv);
+    const int64_t tiles = ceil_div(keys, kTile);
+    const bool all_once = may_meet_once<K>(a) && !a.uniform_empty_rows;
+    const int64_t length = (all_once ? 1 : tiles) * kTile, sums = all_once ? 0 : length;
+    query_rows = arena.take<Unit>(all_once ? 0 : kTile * d);
+    grad_out_rows = arena.take<Unit>(all_once ? 0 : kTile * dv);
     keys_in = arena.take<Unit>(length * operand_width<K>(a.head_dim));
     keys_across = arena.take<Unit>(K::kPairs ? length / 2 * d : 0);
     values_in = arena.take<Unit>(length * operand_width<K>(a.value_dim));
@@ -36,13 +47,29 @@ struct BackwardScratch : GradScratch<K> {
     p_rows = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
     total = arena.take<T>(query_sum_size(a));
     grad_query = arena.take<T>(query_sum_size(a));
-    grad_key = arena.take<T>(length * d);
-    grad_value = arena.take<T>(length * dv);
+    grad_key = arena.take<T>(sums * d);
+    grad_value = arena.take<T>(sums * dv);
     one = arena.take<T>(kRow);
     clean = arena.take<typename K::S>(kTile * max_of(a.head_dim, a.value_dim));
     clean_keys = arena.take<Unit>(kTile * operand_width<K>(a.head_dim));
   }
 };
+
+template <class K>
+void zero_rows(const Rows& t, int64_t b, int64_t h, int64_t first, int64_t rows, int64_t columns) {
+  if (!t.data) return;
+  for (int64_t r = 0; r < rows; r++)
+    __builtin_memset(row_of<K>(t, b, h, first + r), 0, (size_t)columns * sizeof(typename K::S));
+}
+
+// Whether some row sees no key at all.
+template <class K>
+bool any_empty_row(const Attention& a, int64_t b, int64_t h) {
+  const typename K::T* lse = (const typename K::T*)a.lse + (b * a.heads + h) * a.queries;
+  bool any = false;
+  for (int64_t r = 0; r < a.queries; r++) any |= lse[r] == -(typename K::T)INFINITY;
+  return any;
+}
 
 // P of empty rows is 1/Lk over all keys: dV += Z^T dO of those rows only.
 template <class K>
@@ -79,6 +106,7 @@ void add_uniform_values(const Attention& a, const AttentionGrad& g, int64_t b, i
 template <class K>
 struct TilePlace {
   const typename K::S *query, *grad_out, *key;
+  typename K::S *to_key, *to_value;  // where its gradients belong
   int64_t rows, keys, at;
   bool fresh;  // grad_key and grad_value hold nothing yet
   typename K::T* grad_query;
@@ -98,12 +126,30 @@ void update_product(Update update, Operand a, int64_t rows, int64_t count,
   product_columns<X, Dot, kA, Update::kAddSum>(a, rows, count, x, ldx, columns, c, ldc, &ahead);
 }
 
-// grad_value, grad_key and grad_query of one tile, from w.p and w.ds, or these in pairs.
+// grad_query of one tile, from w.ds, or these in pairs.
 template <class K>
-void add_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K>& tile,
-                   Operand key_columns, BackwardScratch<K>& w) {
+void add_query_gradient(const Attention& a, const AttentionGrad& g, const TilePlace<K>& tile,
+                        Operand key_columns, BackwardScratch<K>& w) {
+  if (!g.grad_query.data) return;
   constexpr int64_t kStep = K::Dot::kStep;
   const int64_t vectors = vectors_of<K>(tile.rows);
+  const typename K::Unit* ds =
+      w.paired ? w.ds_keys : tile_vectors<K>(w.ds, tile.keys, vectors, w.pairs);
+  for_bands<K>(w.bands, tile.keys, vectors, [&](Range seen, int64_t first, int64_t count) {
+    const int64_t unit = seen.begin / kStep, lane = first * K::kLanes;
+    const Operand from{key_columns.data + unit * key_columns.t_stride, key_columns.m_stride,
+                       key_columns.t_stride};
+    update_product<K, Contiguous::kAlongM>(
+        tile.query_update, from, a.head_dim, units_of<K>(seen.end - seen.begin),
+        ds + unit * kRow + lane, kRow, count * K::kLanes, tile.grad_query + lane, kRow, w.ahead);
+  });
+}
+
+// grad_value and grad_key of one tile, from w.p and w.ds, or these in pairs.
+template <class K>
+void add_key_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K>& tile,
+                       BackwardScratch<K>& w) {
+  constexpr int64_t kStep = K::Dot::kStep;
   const Update update = tile.fresh ? Update::kStore : Update::kAddSum;
   // to[key][width] += weights^T rows, over the queries that need the key
   const auto add_keys = [&](const typename K::T* weights, const typename K::Unit* paired,
@@ -122,41 +168,57 @@ void add_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K
   };
   if (g.grad_value.data) add_keys(w.p, w.p_queries, w.grad_out_rows, a.value_dim, w.grad_value);
   if (g.grad_key.data) add_keys(w.ds, w.ds_queries, w.query_rows, a.head_dim, w.grad_key);
-  if (!g.grad_query.data) return;
-  const typename K::Unit* ds =
-      w.paired ? w.ds_keys : tile_vectors<K>(w.ds, tile.keys, vectors, w.pairs);
-  for_bands<K>(w.bands, tile.keys, vectors, [&](Range seen, int64_t first, int64_t count) {
-    const int64_t unit = seen.begin / kStep, lane = first * K::kLanes;
-    const Operand from{key_columns.data + unit * key_columns.t_stride, key_columns.m_stride,
-                       key_columns.t_stride};
-    update_product<K, Contiguous::kAlongM>(
-        tile.query_update, from, a.head_dim, units_of<K>(seen.end - seen.begin),
-        ds + unit * kRow + lane, kRow, count * K::kLanes, tile.grad_query + lane, kRow, w.ahead);
-  });
 }
 
-// The same for a partial tile whose operands are not finite.
+// The same of a tile that is met once, to where they belong. `dirty`: the operands are not finite,
+// and the tile is partial.
+template <class K>
+void write_key_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K>& tile,
+                         bool dirty, BackwardScratch<K>& w) {
+  const auto write = [&](typename K::T factor, typename K::T* weights, const typename K::S* rows,
+                         const Rows& t, int64_t width, const Rows& grad, typename K::S* to) {
+    scale_tile<K>(factor, tile.keys, vectors_of<K>(tile.rows), weights);
+    if (dirty)
+      return width_selected<K, Contiguous::kAlongT>({rows, t.row, tile.rows, width}, tile.keys,
+                                                    weights, w.bits, to, grad.row, w.extra);
+    for_band_keys<K>(w.bands, tile.keys, tile.rows, [&](Range keys, Range queries) {
+      width_rows<K, Contiguous::kAlongT>(
+          {rows + queries.begin * t.row, t.row, queries.end - queries.begin, width},
+          keys.end - keys.begin, weights + keys.begin * kRow + queries.begin,
+          to + keys.begin * grad.row, grad.row, 0);
+    });
+  };
+  if (g.grad_value.data)
+    write((typename K::T)a.dropout.keep_scale, w.p, tile.grad_out, g.grad_out, a.value_dim,
+          g.grad_value, tile.to_value);
+  if (g.grad_key.data)
+    write((typename K::T)a.scale, w.ds, tile.query, a.query, a.head_dim, g.grad_key, tile.to_key);
+}
+
+// All of a partial tile whose operands are not finite.
 template <class K>
 void add_dirty_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K>& tile,
                          BackwardScratch<K>& w) {
   const int64_t ld = padded<K>(a.head_dim), ldv = padded<K>(a.value_dim);
   const int64_t d = a.head_dim, dv = a.value_dim, rows = tile.rows, keys = tile.keys;
+  clean_copy<K>(tile.key, a.key.row, keys, d, w.clean);
+  add_query_gradient<K>(a, g, tile, columns_operand<K>(w.clean, d, keys, d, w.clean_keys), w);
+  if (g.grad_query.data)
+    add_nonfinite_lanes<K>(w.ds, w.bits, tile.key, a.key.row, keys, d, tile.grad_query);
+  if (w.once) return write_key_gradients<K>(a, g, tile, true, w);
   if (g.grad_out.data) {
     clean_copy<K>(tile.grad_out, g.grad_out.row, rows, dv, w.clean);
     pack_rows<K>(w.clean, dv, rows, dv, w.grad_out_rows, ldv);
   }
   clean_copy<K>(tile.query, a.query.row, rows, d, w.clean);
   pack_rows<K>(w.clean, d, rows, d, w.query_rows, ld);
-  clean_copy<K>(tile.key, a.key.row, keys, d, w.clean);
-  add_gradients<K>(a, g, tile, columns_operand<K>(w.clean, d, keys, d, w.clean_keys), w);
+  add_key_gradients<K>(a, g, tile, w);
   if (g.grad_value.data)
     add_nonfinite_rows<K>(w.p, w.bits, tile.grad_out, g.grad_out.row, rows, keys, dv,
                           w.grad_value + tile.at * ldv, ldv);
   if (g.grad_key.data)
     add_nonfinite_rows<K>(w.ds, w.bits, tile.query, a.query.row, rows, keys, d,
                           w.grad_key + tile.at * ld, ld);
-  if (g.grad_query.data)
-    add_nonfinite_lanes<K>(w.ds, w.bits, tile.key, a.key.row, keys, d, tile.grad_query);
   // The next tile wants them as they were.
   if (g.grad_out.data) pack_rows<K>(tile.grad_out, g.grad_out.row, rows, dv, w.grad_out_rows, ldv);
   pack_rows<K>(tile.query, a.query.row, rows, d, w.query_rows, ld);
@@ -200,10 +262,13 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const int64_t group = a.heads / a.kv_heads, blocks = ceil_div(a.queries, kTile);
   const bool write_bias = g.grad_bias.data && bias_is_dense(a, g.grad_bias);
   const bool add_bias = bias_is_added(a, g.grad_bias);
-  const bool uniform = a.uniform_empty_rows && g.grad_value.data;
+  const bool once_of_head = may_meet_once<K>(a);
+  const bool uniform =
+      a.uniform_empty_rows && g.grad_value.data && !(once_of_head && !any_empty_row<K>(a, b, kv));
   const bool with_delta = is_whole_head(a, part) && !g.grad_weights.data;
   const bool writes_query = !part.apart && part.last == ranges.count;
   const NextPart next = next_part(a, b, kv, part);
+  w.once = once_of_head && !uniform;
   for (int64_t r = 0; r < kRow; r++) w.one[r] = 1;
   if (K::kPairs && !g.grad_bias.data) {
     w.p_queries = w.p_rows;
@@ -217,16 +282,36 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
 
   const typename K::S* key = row_of<K>(a.key, b, kv, begin);
   const typename K::S* value = row_of<K>(a.value, b, kv, begin);
-  const Operand key_rows = rows_operand<K>(key, a.key.row, length, a.head_dim, w.keys_in);
-  const Operand value_rows = rows_operand<K>(value, a.value.row, length, a.value_dim, w.values_in);
-  for (int64_t at = 0; at < length; at += kTile) {
-    Operand& columns = w.key_columns[at / kTile];
+  // What the products read of K and V: where a tile is met once, of that tile, and in place if they
+  // can.
+  Operand key_rows, value_rows;
+  const auto read_rows = [&](int64_t at, int64_t keys) {
+    const auto operand = [&](const typename K::S* from, const Rows& t, int64_t width,
+                             typename K::Unit* to) {
+      if constexpr (K::kInPlace) {
+        constexpr int64_t kItem = sizeof(typename K::S);
+        if (w.once) return Operand{(const char*)(from + at * t.row), t.row * kItem, kItem};
+      }
+      return rows_operand<K>(from + at * t.row, t.row, keys, width, to);
+    };
+    key_rows = operand(key, a.key, a.head_dim, w.keys_in);
+    value_rows = operand(value, a.value, a.value_dim, w.values_in);
+  };
+  const auto columns_of = [&](int64_t at, int64_t keys, Operand rows, typename K::Unit* to) {
     if constexpr (K::kPairs)
-      columns = columns_operand<K>(key + at * a.key.row, a.key.row, min_of(kTile, length - at),
-                                   a.head_dim, w.keys_across + at / 2 * padded<K>(a.head_dim));
+      return columns_operand<K>(key + at * a.key.row, a.key.row, keys, a.head_dim, to);
     else
-      columns = {key_rows.data + at * key_rows.m_stride, sizeof(typename K::Unit),
-                 key_rows.m_stride};
+      return Operand{rows.data, sizeof(typename K::Unit), rows.m_stride};
+  };
+  const auto rows_from = [](Operand o, int64_t at) {
+    return Operand{o.data + at * o.m_stride, o.m_stride, o.t_stride};
+  };
+  if (!w.once) read_rows(0, length);
+  for (int64_t at = 0; at < length; at += kTile) {
+    if (!w.once)
+      w.key_columns[at / kTile] =
+          columns_of(at, min_of(kTile, length - at), rows_from(key_rows, at),
+                     w.keys_across + at / 2 * padded<K>(a.head_dim));
     w.touched[at / kTile] = uniform;
     w.finite[at / kTile] = Finite::kUnknown;
   }
@@ -268,8 +353,8 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
           if (!loaded) {
             if (with_delta) delta<K>(a, g, b, h, block);
             load_queries<K>(a, g, b, h, q0, rows, w);
-            pack_rows<K>(query, a.query.row, rows, a.head_dim, w.query_rows, ld);
-            if (g.grad_out.data)
+            if (!w.once) pack_rows<K>(query, a.query.row, rows, a.head_dim, w.query_rows, ld);
+            if (!w.once && g.grad_out.data)
               pack_rows<K>(grad_out, g.grad_out.row, rows, a.value_dim, w.grad_out_rows, ldv);
             if (writes_query) ask_rows<K>(g.grad_query, b, h, q0, a.queries, a.head_dim, w.ahead);
             if (block + 1 < blocks)
@@ -293,11 +378,11 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
             ask_pairs<K>(a, b, h, q0, k0 + kTile, w.ahead);
           else if (block + 1 < blocks)
             ask_pairs<K>(a, b, h, q0 + kTile, begin, w.ahead);
-          const auto rows_from = [&](Operand o) {
-            return Operand{o.data + at * o.m_stride, o.m_stride, o.t_stride};
-          };
-          const Visibility visible = gradient_tile<K>(
-              a, g, b, h, q0, rows, k0, keys, rows_from(key_rows), rows_from(value_rows), w);
+          if (w.once) read_rows(at, keys);
+          const int64_t in = w.once ? 0 : at;
+          const Visibility visible =
+              gradient_tile<K>(a, g, b, h, q0, rows, k0, keys, rows_from(key_rows, in),
+                               rows_from(value_rows, in), w);
           if (visible == Visibility::kEmpty) continue;
           if (write_bias) store_bias_tile<K>(a, g, b, h, q0, rows, k0, keys, w.one, w.ds);
           if (add_bias) add_bias_tile<K>(g, b, h, q0, rows, k0, keys, w.ds);
@@ -306,6 +391,8 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
               query,
               grad_out,
               key + at * a.key.row,
+              row_of<K>(g.grad_key, b, kv, k0),
+              row_of<K>(g.grad_value, b, kv, k0),
               rows,
               keys,
               at,
@@ -327,10 +414,18 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
                   all_finite<K>(tile.key, a.key.row, keys, a.head_dim) ? Finite::kYes : Finite::kNo;
             dirty = !finite || keys_finite == Finite::kNo;
           }
-          if (dirty)
+          if (dirty) {
             add_dirty_gradients<K>(a, g, tile, w);
+            continue;
+          }
+          add_query_gradient<K>(
+              a, g, tile,
+              w.once ? columns_of(at, keys, key_rows, w.keys_across) : w.key_columns[at / kTile],
+              w);
+          if (w.once)
+            write_key_gradients<K>(a, g, tile, false, w);
           else
-            add_gradients<K>(a, g, tile, w.key_columns[at / kTile], w);
+            add_key_gradients<K>(a, g, tile, w);
         }
         if (!g.grad_query.data) continue;
         if (first && (part.apart || range == 0))
@@ -350,9 +445,16 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
 
   for (int64_t at = 0; at < length; at += kTile) {
     if (w.touched[at / kTile]) continue;
+    if (w.once) {
+      const int64_t keys = min_of(kTile, length - at);
+      zero_rows<K>(g.grad_key, b, kv, begin + at, keys, a.head_dim);
+      zero_rows<K>(g.grad_value, b, kv, begin + at, keys, a.value_dim);
+      continue;
+    }
     for (int64_t i = at * ld; i < (at + kTile) * ld; i++) w.grad_key[i] = 0;
     for (int64_t i = at * ldv; i < (at + kTile) * ldv; i++) w.grad_value[i] = 0;
   }
+  if (w.once) return;
   if (g.grad_key.data)
     scale_out<X>(w.grad_key, ld, (T)a.scale, length, a.head_dim,
                  row_of<K>(g.grad_key, b, kv, begin), g.grad_key.row);

@@ -7,21 +7,6 @@
 namespace mha_ext::cpu {
 namespace {
 
-template <class K>
-void zero_rows(const Rows& t, int64_t b, int64_t h, int64_t rows, int64_t columns) {
-  for (int64_t r = 0; r < rows; r++)
-    __builtin_memset(row_of<K>(t, b, h, r), 0, (size_t)columns * sizeof(typename K::S));
-}
-
-// Whether some row sees no key at all.
-template <class K>
-bool any_empty_row(const Attention& a, int64_t b, int64_t h) {
-  const typename K::T* lse = (const typename K::T*)a.lse + (b * a.heads + h) * a.queries;
-  bool any = false;
-  for (int64_t r = 0; r < a.queries; r++) any |= lse[r] == -(typename K::T)INFINITY;
-  return any;
-}
-
 // False where it takes more than one product, since rows without any key count as uniform. Then
 // nothing is written yet.
 template <class K>
@@ -61,9 +46,9 @@ bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, in
       gradient_tile<K>(a, g, b, h, 0, rows, 0, keys, in_place(key, a.key, d, w.keys_in),
                        in_place(value, a.value, dv, w.values_in), w);
   if (visible == Visibility::kEmpty) {
-    if (g.grad_query.data) zero_rows<K>(g.grad_query, b, h, rows, d);
-    if (g.grad_key.data) zero_rows<K>(g.grad_key, b, h, keys, d);
-    if (g.grad_value.data) zero_rows<K>(g.grad_value, b, h, keys, dv);
+    zero_rows<K>(g.grad_query, b, h, 0, rows, d);
+    zero_rows<K>(g.grad_key, b, h, 0, keys, d);
+    zero_rows<K>(g.grad_value, b, h, 0, keys, dv);
     return true;
   }
   const bool dirty =
