@@ -463,6 +463,23 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
                  row_of<K>(g.grad_value, b, kv, begin), g.grad_value.row);
 }
 
+// Sums of few queries, [queries][few_width]: to += from.
+template <class K>
+void few_add(const typename K::T* from, int64_t width, typename K::T* to) {
+  using X = typename K::X;
+  for (int64_t d = 0; d < width; d += K::kLanes)
+    X::store(to + d, X::add(X::load(to + d), X::load(from + d)));
+}
+// grad_query of a row of them.
+template <class K>
+void few_grad_query(const Attention& a, const AttentionGrad& g, int64_t b, FewRow row,
+                    typename K::T* sum) {
+  const int64_t ld = few_width<K>(a.head_dim);
+  join_columns<K>(ld, sum);
+  scale_out<typename K::X>(sum, ld, 1, 1, a.head_dim,
+                           row_of<K>(g.grad_query, b, row.head, row.query), g.grad_query.row);
+}
+
 template <class K>
 void add_sums(const Attention& a, const AttentionGrad& g, void* sums, int64_t b, int64_t h,
               int64_t block) {
@@ -470,6 +487,15 @@ void add_sums(const Attention& a, const AttentionGrad& g, void* sums, int64_t b,
   const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
   const int64_t count = grad_ranges(a).count, blocks = ceil_div(a.queries, kTile);
   T* const total = (T*)sums + block * query_sum_size(a);
+  if (backward_kernel(a, g, kOneTileQueries<K>) == BackwardKernel::kFew) {
+    const int64_t ld = few_width<K>(a.head_dim);
+    for (int64_t r = 0; r < rows; r++) {
+      for (int64_t i = 1; i < count; i++)
+        few_add<K>(total + i * query_sum_size(a) + r * ld, ld, total + r * ld);
+      few_grad_query<K>(a, g, b, {h, r}, total + r * ld);
+    }
+    return;
+  }
   for (int64_t i = 1; i < count; i++)
     add_lanes<K>(total + i * blocks * query_sum_size(a), a.head_dim, vectors_of<K>(rows), total);
   T scale[kRow];

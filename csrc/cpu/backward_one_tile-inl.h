@@ -98,7 +98,9 @@ template <class K>
 void backward_any(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv, KeyPart part,
                   void* sums, void* scratch) {
   [[maybe_unused]] const typename K::Dot::Session session;
-  if (backward_is_one_tile(a, kOneTileQueries<K>)) {
+  const BackwardKernel kernel = backward_kernel(a, g, kOneTileQueries<K>);
+  if (kernel == BackwardKernel::kFew) return backward_few<K>(a, g, b, kv, part, sums, scratch);
+  if (kernel == BackwardKernel::kOneTile) {
     Arena arena{(char*)scratch};
     BackwardScratch<K> w(a, arena);
     w.whole = g.all_keys && a.lse_low && !g.grad_weights.data;

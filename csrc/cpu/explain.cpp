@@ -120,11 +120,24 @@ void explain_bias(Pass& pass, const Attention& a, const Pairs& grad_bias, bool f
 
 Pass backward(const Attention& a, const AttentionGrad& g) {
   const BackwardPlan plan = plan_backward(a, g, 1);
-  const bool one_tile = backward_is_one_tile(a, kernels_for(a).one_tile_queries);
-  Pass pass = new_pass("backward", one_tile ? "one tile" : "tiled");
-  if (one_tile)
-    pass.why.push_back(text("a head is one tile of ", kTile, " x ", kTile,
-                            ": each gradient is one product, written where it belongs"));
+  Pass pass = new_pass("backward", "tiled");
+  switch (backward_kernel(a, g, kernels_for(a).one_tile_queries)) {
+    case BackwardKernel::kFew:
+      pass.kernel = "few queries";
+      pass.tile_rows = a.heads / a.kv_heads * a.queries;
+      pass.why.push_back(text(counted(a.queries, "query", "queries"), " a head, at most ",
+                              kFewQueries,
+                              ": a tile has the rows of the heads that share K and V, ", kFewRows,
+                              " at most, and each key is met once"));
+      break;
+    case BackwardKernel::kOneTile:
+      pass.kernel = "one tile";
+      pass.why.push_back(text("a head is one tile of ", kTile, " x ", kTile,
+                              ": each gradient is one product, written where it belongs"));
+      break;
+    case BackwardKernel::kTiled:
+      break;
+  }
   const int64_t turns = plan.turns_batch * plan.turns_head;
   set_ranges(pass, plan.ranges, "their number alone");
   if (!plan.apart)

@@ -114,7 +114,8 @@ void run_backward(const GradProblem& p) {
   const BackwardPlan plan = plan_backward(a, p.grads[0], p.count);
   if (plan.heads == 0) return;
   const bool whole_heads = !plan.apart && plan.together == plan.ranges.count;
-  const bool one_tile = backward_is_one_tile(a, p.kernels.one_tile_queries);
+  const bool one_tile =
+      backward_kernel(a, p.grads[0], p.kernels.one_tile_queries) == BackwardKernel::kOneTile;
   if (!whole_heads && !one_tile && !p.grads[0].grad_weights.data) run_delta(p);
   const int64_t batches = a.batch / plan.turns_batch, heads = a.kv_heads / plan.turns_head;
   for (int64_t b = 0; b < plan.turns_batch; b++)

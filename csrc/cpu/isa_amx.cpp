@@ -182,6 +182,8 @@ struct MultiplyTiles : PairUnits<16> {
 //
 #include "backward-inl.h"
 //
+#include "backward_few-inl.h"
+//
 #include "backward_one_tile-inl.h"
 //
 #include "tangent-inl.h"

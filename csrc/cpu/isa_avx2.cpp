@@ -40,6 +40,8 @@ TARGET_BEGIN("avx2,fma,f16c,bmi,bmi2")
 //
 #include "backward-inl.h"
 //
+#include "backward_few-inl.h"
+//
 #include "backward_one_tile-inl.h"
 //
 #include "tangent-inl.h"

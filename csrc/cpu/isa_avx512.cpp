@@ -45,6 +45,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 //
 #include "backward-inl.h"
 //
+#include "backward_few-inl.h"
+//
 #include "backward_one_tile-inl.h"
 //
 #include "tangent-inl.h"

@@ -83,6 +83,8 @@ struct MultiplyPairs : PairUnits<1> {
 //
 #include "backward-inl.h"
 //
+#include "backward_few-inl.h"
+//
 #include "backward_one_tile-inl.h"
 //
 #include "tangent-inl.h"

@@ -36,6 +36,8 @@
 //
 #include "backward-inl.h"
 //
+#include "backward_few-inl.h"
+//
 #include "backward_one_tile-inl.h"
 //
 #include "tangent-inl.h"

@@ -85,14 +85,25 @@ enum class ForwardKernel { kFew, kOneTile, kTiled };
 HOST_DEVICE bool fits_one_tile(const Attention& a, int64_t one_tile_queries) {
   return a.keys <= kTile && a.queries <= one_tile_queries;
 }
-// The same for backward: the queries of a head, too, and no other head shares the keys. Then
-// backward computes delta itself, unless grad_weights is what it starts from.
-HOST_DEVICE bool backward_is_one_tile(const Attention& a, int64_t one_tile_queries) {
-  return fits_one_tile(a, one_tile_queries) && a.queries <= kTile && a.heads == a.kv_heads;
-}
 HOST_DEVICE ForwardKernel forward_kernel(const Attention& a, int64_t one_tile_queries) {
   if (a.queries <= kFewQueries && a.queries > 0 && a.heads > 0) return ForwardKernel::kFew;
   return fits_one_tile(a, one_tile_queries) ? ForwardKernel::kOneTile : ForwardKernel::kTiled;
+}
+
+// kFew: so few rows share K and V that one call takes all of them.
+// kOneTile: the queries of a head, too, are one tile, and no other head shares the keys. Then
+// backward computes delta itself, unless grad_weights is what it starts from. Of three or four
+// queries over few keys, too: that has less to prepare.
+enum class BackwardKernel { kFew, kOneTile, kTiled };
+HOST_DEVICE BackwardKernel backward_kernel(const Attention& a, const AttentionGrad& g,
+                                           int64_t one_tile_queries) {
+  constexpr int64_t kShort = 16;
+  const bool one_tile =
+      fits_one_tile(a, one_tile_queries) && a.queries <= kTile && a.heads == a.kv_heads;
+  const bool few = a.queries > 0 && a.queries <= kFewQueries && a.kv_heads > 0 &&
+                   a.heads / a.kv_heads * a.queries <= kFewRows && !g.grad_weights.data;
+  if (few && !(one_tile && a.queries > 2 && a.keys <= kShort)) return BackwardKernel::kFew;
+  return one_tile ? BackwardKernel::kOneTile : BackwardKernel::kTiled;
 }
 
 // Whether each pair has its own bias: then backward writes dS itself and no sum is left.
@@ -158,7 +169,8 @@ struct TypeKernels {
   // each; not needed where one part has all ranges. Writes delta where is_whole_head says so.
   void (*backward)(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv_head,
                    KeyPart part, void* sums, void* scratch);
-  // grad_query of 64 queries from the sums [ranges][blocks] of head h.
+  // grad_query of 64 queries from the sums [ranges][blocks] of head h. A sum is as `backward` has
+  // left it: [head_dim][64], or [queries][few_width] where it takes few.
   void (*add_sums)(const Attention& a, const AttentionGrad& g, void* sums, int64_t b, int64_t h,
                    int64_t block);
   // grad_query of 64 queries from the partial sums [ranges, queries, head_dim] of head h.

@@ -193,24 +193,28 @@ void few_scores(const typename K::S* key, int64_t stride, int64_t keys, int64_t 
                                               ld, scale, s + n);
 }
 
-// The query of one row: scaled, in the type of the sums, as few_scores takes its columns; or as it
-// is, in pairs. Zero past its end.
+// A row of queries as few_scores takes its columns: times the scale, in the type of the sums; or as
+// it is, in pairs. Zero past its end.
 template <class K>
-void few_query(const Attention& a, int64_t b, int64_t h, int64_t i, typename K::T* to) {
+void few_operand(const typename K::S* row, int64_t columns, typename K::T factor,
+                 typename K::T* to) {
   using X = typename K::X;
-  const typename K::S* query = row_of<K>(a.query, b, h, i);
-  const typename X::V scale = X::set((typename K::T)a.scale);
-  for (int64_t d = 0; d < a.head_dim; d += K::kSplit ? 2 * K::kLanes : K::kLanes) {
+  const typename X::V scale = X::set(factor);
+  for (int64_t d = 0; d < columns; d += K::kSplit ? 2 * K::kLanes : K::kLanes) {
     if constexpr (K::kPairs) {
-      X::store(to + d, K::Dot::load_row(query + 2 * d, a.head_dim - 2 * d));
+      X::store(to + d, K::Dot::load_row(row + 2 * d, columns - 2 * d));
     } else if constexpr (K::kSplit) {
-      const auto pairs = X::load_pairs(query + d, a.head_dim - d);
+      const auto pairs = X::load_pairs(row + d, columns - d);
       for (int part = 0; part < 2; part++)
         X::store(to + d + part * K::kLanes, X::mul(scale, X::split(pairs, part)));
     } else {
-      X::store(to + d, X::mul(scale, load_up_to<X>(query + d, a.head_dim - d)));
+      X::store(to + d, X::mul(scale, load_up_to<X>(row + d, columns - d)));
     }
   }
+}
+template <class K>
+void few_query(const Attention& a, int64_t b, int64_t h, int64_t i, typename K::T* to) {
+  few_operand<K>(row_of<K>(a.query, b, h, i), a.head_dim, (typename K::T)a.scale, to);
 }
 
 // Where forward takes a few queries, every other kernel must sum their scores in the same order: P

@@ -4,12 +4,13 @@ namespace {
 
 template <class K>
 int64_t backward_scratch_bytes(const Attention& a) {
-  Arena backward_arena{nullptr}, bias_arena{nullptr};
+  Arena backward_arena{nullptr}, few_arena{nullptr}, bias_arena{nullptr};
   BackwardScratch<K> backward_scratch(a, backward_arena);
+  BackwardFewScratch<K> few_scratch(a, few_arena);
   GradScratch<K> bias_scratch(a, bias_arena);
   bias_arena.take<typename K::Unit>(kTile * operand_width<K>(a.head_dim));
   bias_arena.take<typename K::Unit>(kTile * operand_width<K>(a.value_dim));
-  return max_of(backward_arena.used, bias_arena.used);
+  return max_of(backward_arena.used, max_of(few_arena.used, bias_arena.used));
 }
 
 template <class K>
