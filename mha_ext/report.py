@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,16 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TextIO
 
-try:
-    import rich.box
-    import rich.console
-    import rich.markup
-    import rich.progress
-    import rich.table
-except ImportError:
-    HAVE_RICH = False
-else:
-    HAVE_RICH = True
+# Looked for here, and imported where it draws: it would be half of what importing mha_ext takes.
+HAVE_RICH = importlib.util.find_spec("rich") is not None
 
 Row = Sequence[str] | None  # None draws a line
 
@@ -58,11 +51,18 @@ def print_table(
 ) -> None:
     """Prints a table: with rich on a terminal that is wide enough, as plain text elsewhere."""
     file = file or sys.stdout
-    text = plain_table(headers, rows)
-    width = max(len(line) for line in text.split("\n"))
-    if not (HAVE_RICH and file.isatty()) or rich.console.Console(file=file).width < width + 2:
-        print(f"{title}\n\n{text}\n", file=file, flush=True)
+    if HAVE_RICH and file.isatty() and print_rich_table(title, headers, rows, file):
         return
+    print(f"{title}\n\n{plain_table(headers, rows)}\n", file=file, flush=True)
+
+
+def print_rich_table(title: str, headers: Sequence[str], rows: Sequence[Row], file: TextIO) -> bool:
+    """Prints a table with rich; where the terminal is narrower, nothing, and it returns False."""
+    import rich.box
+    import rich.console
+    import rich.markup
+    import rich.table
+
     table = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE_HEAD)
     for column, header in enumerate(headers):
         table.add_column(
@@ -74,13 +74,21 @@ def print_table(
         else:
             style = "bold" if row[0].strip() == "mha_ext" else None
             table.add_row(*(rich.markup.escape(cell) for cell in row), style=style)
-    rich.console.Console(file=file).print(table)
+    console = rich.console.Console(file=file)
+    anywhere = console.options.update(width=1 << 16)
+    if console.measure(table, options=anywhere).maximum > console.width:
+        return False
+    console.print(table)
+    return True
 
 
 @contextmanager
 def progress(steps: int) -> Iterator[Advance]:
     """Shows on stderr how far it is: a bar on a terminal, elsewhere a line for every step."""
     if HAVE_RICH and sys.stderr.isatty():
+        import rich.console
+        import rich.progress
+
         with rich.progress.Progress(
             rich.progress.BarColumn(),
             rich.progress.MofNCompleteColumn(),

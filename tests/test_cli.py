@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -239,6 +240,33 @@ def test_plain_table_is_aligned() -> None:
         "---------------",
         "x",
     ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_tables_are_drawn_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rich on a terminal that is wide enough, else as plain text: no number is ever cut short."""
+    headers, rows = ["", "two\nlines", "n"], [["name", "1.0", "[22]"], None, ["x", "", ""]]
+    plain = f"Title\n\n{report.plain_table(headers, rows)}\n\n"
+    drawn = {}
+    for columns in range(10, 60):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        file = Terminal()
+        report.print_table("Title", headers, rows, file)
+        drawn[columns] = file.getvalue()
+        assert all(word in drawn[columns] for word in ("name", "1.0", "[22]", "lines"))
+    assert drawn[10] == plain and "─" in drawn[59]
+    pipe = io.StringIO()
+    report.print_table("Title", headers, rows, pipe)
+    assert pipe.getvalue() == plain
+
+
+def test_importing_leaves_rich_alone() -> None:
+    code = "import sys, mha_ext; sys.exit('rich' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_flops() -> None:

@@ -90,7 +90,7 @@ class BackwardFew {
     load();
     for (int64_t range = part_.first; range < part_.last; range++) {
       const int64_t begin = range * ranges_.size, end = min_of(a_.keys, begin + ranges_.size);
-      for (int64_t i = 0; i < rows_ * ld_; i++) w_.sum[i] = 0;
+      for (int64_t i = 0; i < few_rows(a_) * ld_; i++) w_.sum[i] = 0;
       for (int64_t k0 = begin; k0 < end; k0 += kTile) tile(k0, min_of(kTile, end - k0));
       if (g_.grad_query.data) add_range(range);
     }
