@@ -47,12 +47,34 @@ def test_scores_that_are_alike_far_from_zero(dtype: torch.dtype, queries: int) -
         torch.randn(1, 1, n, 16, generator=generator).to(dtype) for n in (queries, 70, 70)
     )
     mean = value.float().mean(2, keepdim=True).expand(1, 1, queries, 16)
+    value.requires_grad_()
     for size in (1e9, 1e10, 1e20, 2e38):
         for sign in (-1, 1):
             bias = torch.full((queries, 70), sign * size)
             out, lse = mha_ext.attention(query, key, value, bias=bias, return_lse=True)
             torch.testing.assert_close(lse, torch.full_like(lse, sign * size), rtol=1e-6, atol=0)
             torch.testing.assert_close(out.float(), mean, rtol=0, atol=4 * torch.finfo(dtype).eps)
+            (grad_value,) = torch.autograd.grad(out.float().sum(), value)
+            share = torch.full_like(grad_value, queries / 70)
+            torch.testing.assert_close(grad_value, share, rtol=8 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("queries", [1, 3, 33, 70])
+def test_a_uniform_row_passes_on_what_is_not_finite(queries: int) -> None:
+    """A row without any key is the mean of all values: each of them gets its share of an infinity."""
+    query, key, value = (torch.ones(1, 1, n, 5) for n in (queries, 70, 70))
+    mask = torch.ones(queries, 70, dtype=torch.bool)
+    mask[0], mask[1:, 65] = False, False
+    value.requires_grad_()
+    out = mha_ext.attention(query, key, value, mask, empty_rows="uniform")
+    grad_out = torch.ones_like(out)
+    grad_out[0, 0, 0, 3] = torch.inf
+    (grad_value,) = torch.autograd.grad(out, value, grad_out)
+    assert grad_value[..., 3].isposinf().all()
+    grad_value[..., 3] = 0
+    assert grad_value.isfinite().all()
+    assert (grad_value[0, 0, 65, :3] == torch.tensor(1 / 70)).all()
 
 
 @pytest.mark.isa

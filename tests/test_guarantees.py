@@ -83,6 +83,7 @@ LEAKS = {
     "tiles dropout": replace(TILES, dropout_p=0.3, head_dim=65),
     "cut keys": replace(TINY, queries=3, keys=600, bias="1hqk", dropout_p=0.2),
     "cut keys band": replace(TINY, queries=9, keys=700, mask="b11k", causal="lower_right"),
+    "keys met once": replace(TINY, queries=9, keys=130, kv_heads=None, bias="1hqk"),
 }
 leaks = pytest.mark.parametrize("problem", [fewer(p) for p in LEAKS.values()], ids=list(LEAKS))
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

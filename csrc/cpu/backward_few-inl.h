@@ -173,14 +173,13 @@ class BackwardFew {
 
   void tile(int64_t k0, int64_t keys) {
     const uint64_t every = first_bits(keys);
-    uint64_t any = 0, any_weight = 0;
+    uint64_t any = 0;
     for (int64_t r = 0; r < rows_; r++) {
       const FewRow row = row_at(r);
       w_.seen[r] = row_visibility(a_, b_, row.head, row.query, k0, keys);
-      any |= w_.seen[r];
-      any_weight |= uniform_[r] ? every : w_.seen[r];
+      any |= uniform_[r] ? every : w_.seen[r];
     }
-    if (!any_weight) {
+    if (!any) {
       zero_rows<K>(g_.grad_key, b_, kv_, k0, keys, a_.head_dim);
       zero_rows<K>(g_.grad_value, b_, kv_, k0, keys, a_.value_dim);
       return;
@@ -191,7 +190,7 @@ class BackwardFew {
             ask(value, a_.value, keys, a_.value_dim, units), w_.p);
     product(a_.value, k0, keys, a_.value_dim, w_.grad_out, ldv_, 1,
             ask(after(a_.key, k0), a_.key, kTile, a_.head_dim, units), w_.ds);
-    for (int64_t r = 0; r < rows_; r++) gradient(r, k0, keys, any != 0);
+    for (int64_t r = 0; r < rows_; r++) gradient(r, k0, keys);
 
     uint64_t all_seen = every, all_weighted = every;
     for (int64_t r = 0; r < rows_; r++) {
@@ -219,7 +218,7 @@ class BackwardFew {
   }
 
   // Z and scale dS of a row, and its grad_bias.
-  void gradient(int64_t r, int64_t k0, int64_t keys, bool any) {
+  void gradient(int64_t r, int64_t k0, int64_t keys) {
     const FewRow row = row_at(r);
     T *const p = w_.p + r * kTile, *const ds = w_.ds + r * kTile;
     const uint64_t keep = a_.dropout.seed ? few_keep(a_, b_, row, k0, keys) : first_bits(keys);
@@ -236,7 +235,7 @@ class BackwardFew {
       w_.weighted[r] = first_bits(keys);
       for (int64_t n = 0; n < keys; n++) p[n] = keep >> n & 1 ? keep_scale / (T)a_.keys : 0;
     }
-    if (any && (write_bias_ || add_bias_)) {
+    if (write_bias_ || add_bias_) {
       if (a_.bias_is_float32)
         few_bias_gradient<K, float>(g_.grad_bias, add_bias_, b_, row, k0, keys, ds);
       else
