@@ -62,10 +62,10 @@ bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, in
     return WidthRows<K>{data, t.row, count, columns, to_next(t, data)};
   };
   const auto write = [&]<Contiguous kA>(const WidthRows<K>& x, int64_t count, const T* weights,
-                                        const Rows& t, T* sums) __attribute__((always_inline)) {
+                                        const Rows& t) __attribute__((always_inline)) {
     S* to = row_of<K>(t, b, h, 0);
     if (dirty)
-      width_selected<K, kA>(x, count, weights, w.bits, to, t.row, sums);
+      width_selected<K, kA>(x, count, weights, w.bits, to, t.row, w.extra);
     else
       width_rows<K, kA>(x, count, weights, to, t.row, to_next(t, to));
   };
@@ -80,16 +80,16 @@ bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, in
   if (g.grad_value.data) {
     scale_tile<K>((T)a.dropout.keep_scale, keys, vectors_of<K>(rows), w.p);
     write.template operator()<Contiguous::kAlongT>(read(grad_out, g.grad_out, rows, dv), keys, w.p,
-                                                   g.grad_value, w.grad_value);
+                                                   g.grad_value);
   }
   scale_tile<K>((T)a.scale, keys, vectors_of<K>(rows), w.ds);
   if (g.grad_key.data)
     write.template operator()<Contiguous::kAlongT>(read(query, a.query, rows, d), keys, w.ds,
-                                                   g.grad_key, w.grad_key);
+                                                   g.grad_key);
   if (g.grad_query.data) {
     WidthRows<K> x = read(key, a.key, keys, d);
     if (value_too) x.then = to_next(a.value, key);
-    write.template operator()<Contiguous::kAlongM>(x, rows, w.ds, g.grad_query, w.grad_key);
+    write.template operator()<Contiguous::kAlongM>(x, rows, w.ds, g.grad_query);
   }
   return true;
 }
