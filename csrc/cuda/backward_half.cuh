@@ -118,13 +118,6 @@ DEVICE void load_pairs(Address tile, float (&dp)[1][F::kColumns][4]) {
   });
 }
 
-// e^x as exactly as the type asks for.
-template <class S>
-DEVICE float power_of(S, float x) {
-  return exp2_approximate(x * kLog2E);
-}
-DEVICE float power_of(float, float x) { return expf(x); }
-
 struct alignas(8) TwoNumbers {
   float at[2];
 };
@@ -173,7 +166,7 @@ DEVICE void finish_pairs(const Attention& a, const HalfPlace& at, const QueryNum
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       const QueryNumbers& q = queries[F::kOwnsKeys ? e % 2 : e / 2];
-      p[0][j][e] = power_of(typename F::S{}, p[0][j][e] - q.lse - q.low);
+      p[0][j][e] = Softmax<typename F::S>::power(p[0][j][e] - q.lse - q.low);
       if constexpr (F::kScores) ds[0][j][e] = p[0][j][e] * (ds[0][j][e] - q.delta);
     }
   }

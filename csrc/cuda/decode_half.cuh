@@ -193,14 +193,14 @@ DEVICE void merge_warps(const Attention& a, const DecodePlace& place, int64_t pa
       for (int w = 0; w < F::kWarps; w++) {
         const float other = load_shared<float>(F::level_of(w, r) + 4);
         if (other != 0)
-          l += other * exp2_approximate(load_shared<float>(F::level_of(w, r)) - level);
+          l += other * Softmax<S>::power(load_shared<float>(F::level_of(w, r)) - level);
       }
       float factor = 0;
-      if (rows.l[m][half] != 0) factor = exp2_approximate(rows.level[m][half] - level);
+      if (rows.l[m][half] != 0) factor = Softmax<S>::power(rows.level[m][half] - level);
       const bool stores = warp_id() == 0 && lane % 4 == 0 && r < place.rows;
       if (parts.count == 1) {
         factor = l != 0 ? factor * ((float)a.dropout.keep_scale / l) : 0;
-        if (stores) store_lse<S>(a, group * all_rows + place.row0 + r, level, l);
+        if (stores) store_lse(a, group * all_rows + place.row0 + r, level, l);
       } else if (stores) {
         float* to = sums.rows + ((group * parts.count + part) * all_rows + place.row0 + r) * 2;
         to[0] = level;

@@ -155,7 +155,7 @@ __global__ void LAUNCH_BOUNDS(kCombineWarps* kWarp, 6)
       total += load_shared<T>((Address)((w * kColumns + thread_id()) * sizeof(T)));
     narrow(total * factor, out + d);
   }
-  if (thread_id() == 0) store_lse<S>(a, n, level, l);
+  if (thread_id() == 0) store_lse(a, n, level, l);
 }
 
 // With empty_rows="uniform" a row without any key has P = 1 / Lk over all of them. Such rows are

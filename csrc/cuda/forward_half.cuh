@@ -1,6 +1,6 @@
 // Forward for 16-bit types, on the tensor cores: one pass over the keys with a running level and
 // sum (Milakov & Gimelshein 2018; Dao et al. 2022, 2023).
-//   S = scale Q K^T + bias,  P = 2^(S log2 e - level),  O = sum P V / l,  lse = level ln 2 + log l
+//   S = scale Q K^T + bias,  P = exp(S - level),  O = sum P V / l,  lse = level + log l
 // Four warps hold 16 kFragments queries each; K and V come in tiles of kKeys, the next one while
 // this one is used.
 #pragma once
@@ -34,13 +34,6 @@ struct RowState {
   float level[F::kFragments][2], l[F::kFragments][2];
 };
 
-// The level of a score; that of a finite one is finite.
-DEVICE float level_of(float score) {
-  const float level = score * kLog2E, lowest = lowest_finite(0.0f);
-  if (score == -INFINITY || score == INFINITY) return level;
-  return fmaxf(lowest, fminf(-lowest, level));
-}
-
 // What a row's sums are multiplied by where its level has risen.
 template <class F>
 struct Rise {
@@ -48,7 +41,7 @@ struct Rise {
   bool any;  // of this lane's rows
 };
 
-// Raises the levels of rows whose scores, s times `scale` > 0, exceed them by more than 2^8; S ->
+// Raises the levels of rows whose scores, s times `scale` > 0, exceed them by more than 5.5; S ->
 // P, and P is added to l. Levels that stay save most passes over out, and cost no accuracy.
 template <class F>
 DEVICE Rise<F> softmax_tile(float scale, float (&s)[F::kFragments][F::kColumns][4],
@@ -71,30 +64,28 @@ DEVICE Rise<F> softmax_tile(float scale, float (&s)[F::kFragments][F::kColumns][
       top = fmaxf(top, other);
       top = fmaxf(top, shuffle_xor(top, 1));
       top = fmaxf(top, shuffle_xor(top, 2)) * scale;
-      const float old = rows.level[m][half], level = level_of(top);
-      const bool grows = level > old + 8;
-      rise.factor[m][half] = grows ? exp2_approximate(old - level) : 1;
-      if (grows) rows.level[m][half] = level;
+      const float old = rows.level[m][half];
+      const bool grows = top > old + 5.5f;
+      rise.factor[m][half] = grows ? Softmax<typename F::S>::power(old - top) : 1;
+      if (grows) rows.level[m][half] = top;
       rows.l[m][half] *= rise.factor[m][half];
       rise.any |= grows;
       tops[m][half] = top;
       // Nothing is seen in this tile: -inf - -inf would be NaN.
-      ahead[m][half] = top == -INFINITY ? 0 : -rows.level[m][half];
+      ahead[m][half] = top == -INFINITY ? 0 : rows.level[m][half] * -kLog2E;
       factor[m][half] = scale * kLog2E;
       far |= top != -INFINITY && !(fabsf(top) < kNear);
     }
   if (ballot(far)) {
     // In rows far from zero P = 2^((S - top) log2 e + ahead), top being the tile's own maximum: S
-    // log2 e and a rounded level differ there by more than scores do.
+    // log2 e and level log2 e are rounded there by more than scores differ.
 #pragma unroll
     for (int m = 0; m < F::kFragments; m++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const float top = tops[m][half], level = level_of(top);
+        const float top = tops[m][half];
         if (top == -INFINITY || fabsf(top) < kNear) continue;
-        // Exact up to there: what a rounded level lacks, l has.
-        ahead[m][half] =
-            fabsf(level) < (1 << 24) ? fmaf(top, kLog2E, ahead[m][half]) : level + ahead[m][half];
+        ahead[m][half] = (top - rows.level[m][half]) * kLog2E;
         factor[m][half] = kLog2E;
 #pragma unroll
         for (int j = 0; j < F::kColumns; j++)
@@ -230,7 +221,7 @@ DEVICE void finish_levels(const Attention& a, int64_t row, int64_t i0, const Row
       const float l = rows.l[m][half];
       factor[m][half] = l != 0 ? (float)a.dropout.keep_scale / l : 0;
       if (i < a.queries && lane_id() % 4 == 0)
-        store_lse<typename F::S>(a, row * a.queries + i, rows.level[m][half], l);
+        store_lse(a, row * a.queries + i, rows.level[m][half], l);
     }
 }
 template <class F>

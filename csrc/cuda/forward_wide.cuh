@@ -135,7 +135,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     for (int lanes = 1; lanes < 16; lanes *= 2) l += shuffle_xor(l, lanes);
     const int64_t q = place.q0 + thread_id() / 16 * 4 + i;
     if (parts.count == 1 && q < a.queries && thread_id() % 16 == 0)
-      store_lse<T>(a, row * a.queries + q, rows.level[i], l);
+      store_lse(a, row * a.queries + q, rows.level[i], l);
   }
   if (parts.count == 1)
     store_wide<F>(a, place, rows);

@@ -7,25 +7,21 @@ namespace mha_ext::cuda {
 
 constexpr int kRowThreads = 128;  // of kernels that give each row to one warp
 
-// The numbers of the softmax of storage type S: P = base^(S / log_base - level). On the tensor
-// cores the base is 2, and log_base the inverse of the float that scores are multiplied by.
+// The numbers of the softmax of storage type S, and e^x as exactly as it asks for.
 constexpr float kLog2E = 1.44269504f;
 template <class S>
 struct Softmax {
   using T = float;
-  static constexpr double kLogBase = 1 / (double)kLog2E;
-  DEVICE_MEMBER static T power(T x) { return exp2_approximate(x); }
+  DEVICE_MEMBER static T power(T x) { return exp2_approximate(x * kLog2E); }
 };
 template <>
 struct Softmax<float> {
   using T = float;
-  static constexpr double kLogBase = 1;
   DEVICE_MEMBER static T power(T x) { return expf(x); }
 };
 template <>
 struct Softmax<double> {
   using T = double;
-  static constexpr double kLogBase = 1;
   DEVICE_MEMBER static T power(T x) { return exp(x); }
 };
 
@@ -36,10 +32,10 @@ DEVICE T row_level(T lse) {
 }
 
 // lse of a row with this level and sum of P, or -inf where the row has seen nothing.
-template <class S, class T>
+template <class T>
 DEVICE void store_lse(const Attention& a, int64_t at, T level, T l) {
   T high = -(T)INFINITY, low = 0;
-  if (l != 0) split_sum((double)level * Softmax<S>::kLogBase, log((double)l), &high, &low);
+  if (l != 0) split_sum((double)level, log((double)l), &high, &low);
   ((T*)a.lse)[at] = high;
   ((T*)a.lse_low)[at] = low;
 }
