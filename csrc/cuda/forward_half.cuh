@@ -46,8 +46,8 @@ struct Rise {
 template <class F>
 DEVICE Rise<F> softmax_tile(float scale, float (&s)[F::kFragments][F::kColumns][4],
                             RowState<F>& rows) {
-  constexpr float kNear = 128;
-  float tops[F::kFragments][2], ahead[F::kFragments][2], factor[F::kFragments][2];
+  constexpr float kNear = 128 * kLog2E;
+  float ahead[F::kFragments][2], factor[F::kFragments][2];
   Rise<F> rise;
   rise.any = false;
   bool far = false;
@@ -64,33 +64,30 @@ DEVICE Rise<F> softmax_tile(float scale, float (&s)[F::kFragments][F::kColumns][
       top = fmaxf(top, other);
       top = fmaxf(top, shuffle_xor(top, 1));
       top = fmaxf(top, shuffle_xor(top, 2)) * scale;
-      const float old = rows.level[m][half];
-      const bool grows = top > old + 5.5f;
-      rise.factor[m][half] = grows ? Softmax<typename F::S>::power(old - top) : 1;
-      if (grows) rows.level[m][half] = top;
+      float& level = rows.level[m][half];
+      const bool grows = top > level + 5.5f;
+      rise.factor[m][half] = grows ? Softmax<typename F::S>::power(level - top) : 1;
+      if (grows) level = top;
       rows.l[m][half] *= rise.factor[m][half];
       rise.any |= grows;
-      tops[m][half] = top;
-      // Nothing is seen in this tile: -inf - -inf would be NaN.
-      ahead[m][half] = top == -INFINITY ? 0 : rows.level[m][half] * -kLog2E;
+      ahead[m][half] = level == -INFINITY ? 0 : level * -kLog2E;  // -inf - -inf would be NaN
       factor[m][half] = scale * kLog2E;
-      far |= top != -INFINITY && !(fabsf(top) < kNear);
+      far |= !(fabsf(ahead[m][half]) < kNear);
     }
   if (ballot(far)) {
-    // In rows far from zero P = 2^((S - top) log2 e + ahead), top being the tile's own maximum: S
-    // log2 e and level log2 e are rounded there by more than scores differ.
+    // Far from zero level log2 e is rounded by more than scores differ.
 #pragma unroll
     for (int m = 0; m < F::kFragments; m++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const float top = tops[m][half];
-        if (top == -INFINITY || fabsf(top) < kNear) continue;
-        ahead[m][half] = (top - rows.level[m][half]) * kLog2E;
+        if (fabsf(ahead[m][half]) < kNear) continue;
+        ahead[m][half] = 0;
         factor[m][half] = kLog2E;
 #pragma unroll
         for (int j = 0; j < F::kColumns; j++)
 #pragma unroll
-          for (int e = 2 * half; e < 2 * half + 2; e++) s[m][j][e] = s[m][j][e] * scale - top;
+          for (int e = 2 * half; e < 2 * half + 2; e++)
+            s[m][j][e] = s[m][j][e] * scale - rows.level[m][half];
       }
   }
 #pragma unroll
