@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,6 +91,39 @@ def test_only_the_gradients_asked_for(dtype: torch.dtype, wanted: str) -> None:
             assert leaf.grad is None
         else:
             assert torch.equal(leaf.grad, everything[f"grad_{name}"]), name
+
+
+SHARED_BIASES = {
+    "shares of one": Problem(batch=9, heads=3, bias="hqk"),
+    "shares, the last one smaller": Problem(batch=70, heads=3, queries=5, keys=7, bias="1hqk"),
+    "few queries": Problem(batch=20, heads=6, kv_heads=2, queries=2, bias="1hqk"),
+    "all heads": Problem(batch=9, heads=4, kv_heads=2, queries=70, keys=130, bias="qk"),
+    "one share": Problem(batch=2, heads=8, queries=260, keys=260, head_dim=8, bias="1hqk"),
+    "shares and ranges": Problem(batch=7, heads=1, queries=200, keys=1100, head_dim=8, bias="qk"),
+    "ranges": Problem(batch=2, queries=9, keys=4100, head_dim=8, bias="b1qk"),
+    "ranges of few queries": Problem(batch=2, queries=3, keys=4100, head_dim=8, bias="b1qk"),
+}
+
+
+@pytest.mark.cpu_alone("how sums are cut is each device's own")
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SHARED_BIASES)
+def test_a_bias_that_many_share(
+    name: str, dtype: torch.dtype, bias_dtype: torch.dtype | None
+) -> None:
+    """Its gradient is added up in turns, maybe beside it; on any number of threads, the same bits."""
+    problem = replace(SHARED_BIASES[name], dtype=dtype, bias_dtype=bias_dtype, dropout_p=0.2)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(ours(make(problem)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    check(problem)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -145,13 +145,31 @@ def test_tasks_follow_the_threads() -> None:
     "shape, says",
     [
         ((2, 4, 70, 70), "dS is its gradient"),
-        ((4, 70, 70), "with an owner"),
+        ((4, 70, 70), "sums beside its gradient, in 2 shares added in order"),
+        ((2, 4, 1, 70), "with an owner"),
         ((2, 4, 70, 1), "constant along the keys"),
     ],
 )
 def test_gradient_of_the_bias(shape: tuple[int, ...], says: str) -> None:
     why = explain(*tensors(), bias=torch.randn(shape)).backward.why
     assert any(says in reason for reason in why)
+
+
+def test_heads_that_share_a_large_bias_take_turns() -> None:
+    """Sums of its own type are added up in the gradient itself, others beside it."""
+    bias = torch.randn(8, 260, 260)
+    found = explain(*tensors(260, 260, 3, 8, 8), bias=bias).backward
+    assert any("take turns and add dS to its gradient" in reason for reason in found.why)
+    assert any("3 key/value heads, one after the other" in reason for reason in found.why)
+    assert "sums of the bias' gradient" not in found.memory
+    half = [t.bfloat16() for t in (*tensors(260, 260, 3, 8, 8), bias)]
+    found = explain(*half[:3], bias=half[3]).backward
+    assert any("beside its gradient, rounded once" in reason for reason in found.why)
+    assert found.memory["sums of the bias' gradient"] == 4 * bias.numel()
+    huge = torch.empty(8, 1100, 1100, dtype=torch.bfloat16)  # more than 32 MiB of sums
+    half = [t.bfloat16() for t in tensors(1100, 1100, 3, 8, 8)]
+    found = explain(*half, bias=huge).backward
+    assert any("with an owner" in reason for reason in found.why)
 
 
 # Memory: what it says is what the allocator hands out, in a thread that has kept nothing yet

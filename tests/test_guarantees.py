@@ -369,6 +369,7 @@ STEADY = {
         empty_rows="uniform",
     ),
     "broadcast bias": Problem(batch=5, heads=3, queries=70, keys=130, bias="k"),
+    "bias summed in shares": Problem(batch=20, heads=3, queries=9, keys=20, bias="hqk"),
 }
 steady = pytest.mark.parametrize(
     "problem", [fewer(p, batch=3) for p in STEADY.values()], ids=list(STEADY)

@@ -49,10 +49,9 @@ struct GradProblem {
   const TypeKernels& kernels;
 };
 
-// grad_query, grad_key and grad_value; grad_bias too, unless its sums are left to run_bias.
-void run_backward(const GradProblem& p);
-// grad_bias where run_backward has left it.
-void run_bias(const GradProblem& p);
+// The gradients of first order; grad_bias is the tensor that p.grads point into, zero unless
+// writes_whole_bias.
+void run_backward(const GradProblem& p, const Tensor& grad_bias);
 
 ops::Forward attention_forward;
 ops::Backward attention_backward;

@@ -260,11 +260,9 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   BackwardScratch<K> w(a, arena);
   const int64_t ld = padded<K>(a.head_dim), ldv = padded<K>(a.value_dim);
   const int64_t group = a.heads / a.kv_heads, blocks = ceil_div(a.queries, kTile);
-  const bool write_bias = g.grad_bias.data && bias_is_dense(a, g.grad_bias);
-  const bool add_bias = bias_is_added(a, g.grad_bias);
+  const bool write_bias = g.grad_bias.data && !g.adds_bias && bias_is_dense(a, g.grad_bias);
   const bool once_of_head = may_meet_once<K>(a);
-  const bool uniform =
-      a.uniform_empty_rows && g.grad_value.data && !(once_of_head && !any_empty_row<K>(a, b, kv));
+  const bool uniform = a.uniform_empty_rows && !(once_of_head && !any_empty_row<K>(a, b, kv));
   const bool with_delta = is_whole_head(a, part) && !g.grad_weights.data;
   const bool writes_query = !part.apart && part.last == ranges.count;
   const NextPart next = next_part(a, b, kv, part);
@@ -326,7 +324,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
       const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
       const int64_t vectors = vectors_of<K>(rows);
       const bool last = h + 1 == (kv + 1) * group && block + 1 == blocks;
-      if (uniform) add_uniform_values<K>(a, g, b, h, q0, rows, begin, end, w);
+      if (uniform && g.grad_value.data) add_uniform_values<K>(a, g, b, h, q0, rows, begin, end, w);
 
       const Range seen = seen_by_any(a, b, q0, q0 + rows - 1);
       const typename K::S* query = row_of<K>(a.query, b, h, q0);
@@ -385,7 +383,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
                                rows_from(value_rows, in), w);
           if (visible == Visibility::kEmpty) continue;
           if (write_bias) store_bias_tile<K>(a, g, b, h, q0, rows, k0, keys, w.one, w.ds);
-          if (add_bias) add_bias_tile<K>(g, b, h, q0, rows, k0, keys, w.ds);
+          if (g.adds_bias) add_bias_tile<K>(g, b, h, q0, rows, k0, keys, w.ds);
 
           const TilePlace<K> tile{
               query,

@@ -61,15 +61,15 @@ void few_gradient(uint64_t seen, uint64_t keep, int64_t keys, FewLevels<typename
 }
 
 // grad_bias of one row of a tile, written or added.
-template <class K, class E>
-void few_bias_gradient(const Pairs& bias, bool add, int64_t b, FewRow row, int64_t k0, int64_t keys,
+template <class K, class E, bool kAdd>
+void few_bias_gradient(const Pairs& bias, int64_t b, FewRow row, int64_t k0, int64_t keys,
                        const typename K::T* ds) {
   using X = typename K::X;
   E* to = (E*)bias.data + b * bias.batch + row.head * bias.head + row.query * bias.query +
           k0 * bias.key;
   for (int64_t n = 0; n < keys; n += K::kLanes) {
     typename X::V v = X::load(ds + n);
-    if (add) v = X::add(v, load_up_to<X>(to + n, keys - n));
+    if constexpr (kAdd) v = X::add(v, load_up_to<X>(to + n, keys - n));
     store_up_to<X>(to + n, v, keys - n);
   }
 }
@@ -235,12 +235,12 @@ class BackwardFew {
       w_.weighted[r] = first_bits(keys);
       for (int64_t n = 0; n < keys; n++) p[n] = keep >> n & 1 ? keep_scale / (T)a_.keys : 0;
     }
-    if (write_bias_ || add_bias_) {
-      if (a_.bias_is_float32)
-        few_bias_gradient<K, float>(g_.grad_bias, add_bias_, b_, row, k0, keys, ds);
-      else
-        few_bias_gradient<K, S>(g_.grad_bias, add_bias_, b_, row, k0, keys, ds);
-    }
+    if (g_.adds_bias)
+      few_bias_gradient<K, T, true>(g_.grad_bias, b_, row, k0, keys, ds);
+    else if (write_bias_ && a_.bias_is_float32)
+      few_bias_gradient<K, float, false>(g_.grad_bias, b_, row, k0, keys, ds);
+    else if (write_bias_)
+      few_bias_gradient<K, S, false>(g_.grad_bias, b_, row, k0, keys, ds);
     const typename X::V scale = X::set((T)a_.scale);
     for (int64_t n = 0; n < keys; n += K::kLanes) X::store(ds + n, X::mul(scale, X::load(ds + n)));
   }
@@ -268,8 +268,7 @@ class BackwardFew {
   const KeyRanges ranges_ = grad_ranges(a_);
   const int64_t group_ = a_.heads / a_.kv_heads, rows_ = group_ * a_.queries;
   const int64_t ld_ = few_width<K>(a_.head_dim), ldv_ = few_width<K>(a_.value_dim);
-  const bool write_bias_ = g_.grad_bias.data && bias_is_dense(a_, g_.grad_bias);
-  const bool add_bias_ = bias_is_added(a_, g_.grad_bias);
+  const bool write_bias_ = g_.grad_bias.data && !g_.adds_bias && bias_is_dense(a_, g_.grad_bias);
   FewLevels<T> levels_[kFewRows];
   bool uniform_[kFewRows];
 };

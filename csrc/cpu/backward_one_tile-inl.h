@@ -16,7 +16,7 @@ bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, in
   using X = typename K::X;
   using S = typename K::S;
   const int64_t rows = a.queries, keys = a.keys, d = a.head_dim, dv = a.value_dim;
-  if (a.uniform_empty_rows && g.grad_value.data && any_empty_row<K>(a, b, h)) return false;
+  if (a.uniform_empty_rows && any_empty_row<K>(a, b, h)) return false;
   const S *query = row_of<K>(a.query, b, h, 0), *key = row_of<K>(a.key, b, h, 0);
   const S *value = row_of<K>(a.value, b, h, 0), *grad_out = row_of<K>(g.grad_out, b, h, 0);
   const bool last = h + 1 == a.heads;
@@ -72,11 +72,11 @@ bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, in
   if (w.whole)  // a bias that is constant along the keys wants it
     for (int64_t r = 0; r < rows; r += K::kLanes)
       store_up_to<X>((T*)g.delta + (b * a.heads + h) * rows + r, X::load(w.shift + r), rows - r);
-  if (g.grad_bias.data && bias_is_dense(a, g.grad_bias)) {
+  if (g.grad_bias.data && !g.adds_bias && bias_is_dense(a, g.grad_bias)) {
     for (int64_t r = 0; r < kRow; r++) w.one[r] = 1;
     store_bias_tile<K>(a, g, b, h, 0, rows, 0, keys, w.one, w.ds);
   }
-  if (bias_is_added(a, g.grad_bias)) add_bias_tile<K>(g, b, h, 0, rows, 0, keys, w.ds);
+  if (g.adds_bias) add_bias_tile<K>(g, b, h, 0, rows, 0, keys, w.ds);
   if (g.grad_value.data) {
     scale_tile<K>((T)a.dropout.keep_scale, keys, vectors_of<K>(rows), w.p);
     write.template operator()<Contiguous::kAlongT>(read(grad_out, g.grad_out, rows, dv), keys, w.p,

@@ -97,13 +97,24 @@ Pass forward(const Attention& a) {
 void explain_bias(Pass& pass, const Attention& a, const Pairs& grad_bias, bool first_order,
                   int64_t share_bytes) {
   if (!grad_bias.data) return;
-  const bool added = first_order && bias_is_added(a, grad_bias);
+  const BiasShares shares = first_order ? bias_shares(a, grad_bias) : BiasShares();
+  const bool added = shares.count > 0;
   const BiasSumPlan plan = plan_bias(a, grad_bias, 1, added, share_bytes);
   if (plan.kind == BiasSums::kConstant) {
     pass.why.push_back("bias: constant along the keys, so its gradient is that of lse");
   } else if (plan.kind == BiasSums::kNone) {
-    pass.why.push_back(added ? "bias: the heads that share it take turns and add dS to its gradient"
-                             : "bias: one element for each pair, dS is its gradient");
+    if (!added)
+      pass.why.push_back("bias: one element for each pair, dS is its gradient");
+    else if (!shares.apart)
+      pass.why.push_back("bias: the heads that share it take turns and add dS to its gradient");
+    else
+      pass.why.push_back(
+          text("bias: the heads that share it take turns and add dS to sums beside its gradient, ",
+               shares.count > 1 ? text("in ", shares.count, " shares added in order")
+                                : std::string("rounded once")));
+    if (shares.apart)
+      pass.memory.emplace_back("sums of the bias' gradient",
+                               shares.count * shares.bytes * (grad_bias.batch ? a.batch : 1));
   } else {
     pass.why.push_back(text("bias: ", counted(plan.owners, "tile", "tiles"),
                             " of its gradient, each with an owner that computes dS again",
@@ -138,14 +149,16 @@ Pass backward(const Attention& a, const AttentionGrad& g) {
     case BackwardKernel::kTiled:
       break;
   }
-  const int64_t turns = plan.turns_batch * plan.turns_head;
   set_ranges(pass, plan.ranges, "their number alone");
   if (!plan.apart)
-    pass.why.push_back("a task is a key/value head");
+    pass.why.push_back(
+        plan.turns() > 1 ? text("a task is ", plan.turns(), " key/value heads, one after the other")
+                         : std::string("a task is a key/value head"));
   else
     pass.why.push_back(text("a task is ", plan.together, " of the ranges of a key/value head: ",
                             counted(plan.heads, "head is", "heads are"), " few for the threads"));
-  if (turns > 1) pass.why.push_back(text(turns, " turns, each with the tasks below"));
+  if (plan.apart && plan.turns() > 1)
+    pass.why.push_back(text(plan.turns(), " turns, each with the tasks below"));
   set_tasks(pass, plan_heads(plan, plan.wave));
   if (plan.apart && plan.head_bytes)
     pass.memory.emplace_back("sums of grad_query", plan.wave * plan.head_bytes);

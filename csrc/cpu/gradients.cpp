@@ -1,5 +1,6 @@
 // The CPU key: backward and its tangent.
 #include <ATen/Parallel.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <limits>
@@ -60,72 +61,79 @@ void run_ranges(const GradProblem& p, const RunRange& run_range) {
   }
 }
 
-// One key/value head of one group.
+// One key/value head of one group, and the share of its batch entry in the sums of grad_bias.
 struct HeadPlace {
-  int64_t group, batch, kv_head;
+  int64_t group, share, batch, kv_head;
 };
 
-// grad_query, grad_key and grad_value, of first order, of the heads of one turn: at(i) says which.
-template <class At>
-void run_heads(const GradProblem& p, const BackwardPlan& plan, const At& at) {
+// grad_query, grad_key and grad_value, of first order, turn by turn; shares[share][group] says
+// where gradients go.
+void run_heads(const GradProblem& p, const BackwardPlan& plan,
+               const std::vector<Groups<AttentionGrad>>& shares) {
   const Attention& a = p.groups[0];
   const int64_t ranges = plan.ranges.count;
-  const auto backward = [&](int64_t head, KeyPart part, void* sums, void* scratch) {
-    const HeadPlace place = at(head);
-    p.kernels.backward(p.groups[place.group], p.grads[place.group], place.batch, place.kv_head,
-                       part, sums, scratch);
+  const int64_t batches = ceil_div(a.batch, plan.turns_batch), heads = a.kv_heads / plan.turns_head;
+  const int64_t share_count = static_cast<int64_t>(shares.size());
+  // Head `index` of a turn; the last share may have fewer turns than the others.
+  const auto place_of = [&](int64_t index, int64_t turn) {
+    const int64_t batch = index / heads % batches;
+    return HeadPlace{index / (batches * heads), share_count > 1 ? batch : 0,
+                     batch * plan.turns_batch + turn / plan.turns_head,
+                     turn % plan.turns_head + index % heads};
+  };
+  const auto backward = [&](int64_t head, int64_t turn, KeyPart part, void* sums, void* scratch) {
+    const HeadPlace place = place_of(head, turn);
+    if (place.batch < a.batch)
+      p.kernels.backward(p.groups[place.group], shares[place.share][place.group], place.batch,
+                         place.kv_head, part, sums, scratch);
   };
   if (!plan.apart) {
     for_each_task(plan_heads(plan, plan.heads), [&](int64_t head, void* scratch) {
       void* sums = plan.head_bytes ? static_cast<char*>(scratch) + plan.scratch_bytes : nullptr;
-      for (int64_t first = 0; first < ranges; first += plan.together)
-        backward(head, {first, std::min(first + plan.together, ranges), false}, sums, scratch);
+      for (int64_t turn = 0; turn < plan.turns(); turn++)
+        for (int64_t first = 0; first < ranges; first += plan.together)
+          backward(head, turn, {first, std::min(first + plan.together, ranges), false}, sums,
+                   scratch);
     });
     return;
   }
   const int64_t shared = a.heads / a.kv_heads, blocks = query_blocks(a);
   const at::DataPtr memory = c10::GetCPUAllocator()->allocate(plan.wave * plan.head_bytes);
   char* sums = static_cast<char*>(memory.get());
-  for (int64_t first = 0; first < plan.heads; first += plan.wave) {
-    const int64_t count = std::min(plan.wave, plan.heads - first);
+  const auto run_wave = [&](int64_t turn, int64_t first, int64_t count) {
     for_each_task(plan_heads(plan, count), [&](int64_t task, void* scratch) {
       const int64_t head = task % count, range = task / count * plan.together;
-      backward(first + head, {range, std::min(range + plan.together, ranges), true},
+      backward(first + head, turn, {range, std::min(range + plan.together, ranges), true},
                sums + head * plan.head_bytes, scratch);
     });
-    if (!plan.head_bytes) continue;
+    if (!plan.head_bytes) return;
     for_each_task(count * shared * blocks, static_cast<double>(count * plan.head_bytes) / 4, 0,
                   [&](int64_t task, void*) {
                     const int64_t head = task / blocks;
-                    const HeadPlace place = at(first + head / shared);
-                    p.kernels.add_sums(p.groups[place.group], p.grads[place.group],
-                                       sums + head * ranges * plan.sum_bytes, place.batch,
-                                       place.kv_head * shared + head % shared, task % blocks);
+                    const HeadPlace place = place_of(first + head / shared, turn);
+                    if (place.batch < a.batch)
+                      p.kernels.add_sums(p.groups[place.group], p.grads[place.group],
+                                         sums + head * ranges * plan.sum_bytes, place.batch,
+                                         place.kv_head * shared + head % shared, task % blocks);
                   });
-  }
+  };
+  for (int64_t turn = 0; turn < plan.turns(); turn++)
+    for (int64_t first = 0; first < plan.heads; first += plan.wave)
+      run_wave(turn, first, std::min(plan.wave, plan.heads - first));
 }
 
-}  // namespace
-
-// delta, unless the calls compute it, and then all heads at once; or, where they add to one
-// grad_bias, one after the other those that share it.
-void run_backward(const GradProblem& p) {
+// delta, unless the calls compute it, and then all heads; those that add to the same sums of
+// grad_bias one after the other.
+void run_first_order(const GradProblem& p, const BackwardPlan& plan,
+                     const std::vector<Groups<AttentionGrad>>& shares) {
   const Attention& a = p.groups[0];
-  const BackwardPlan plan = plan_backward(a, p.grads[0], p.count);
   if (plan.heads == 0) return;
   const bool whole_heads = !plan.apart && plan.together == plan.ranges.count;
   const bool one_tile =
       backward_kernel(a, p.grads[0], p.kernels.one_tile_queries) == BackwardKernel::kOneTile;
   if (!whole_heads && !one_tile && !p.grads[0].grad_weights.data) run_delta(p);
-  const int64_t batches = a.batch / plan.turns_batch, heads = a.kv_heads / plan.turns_head;
-  for (int64_t b = 0; b < plan.turns_batch; b++)
-    for (int64_t h = 0; h < plan.turns_head; h++)
-      run_heads(p, plan, [&](int64_t i) {
-        return HeadPlace{i / (batches * heads), b + i / heads % batches, h + i % heads};
-      });
+  run_heads(p, plan, shares);
 }
-
-namespace {
 
 // A bias that is the same for all keys of a row moves the scores of that row alike, and P not at
 // all: what is left of rowsum(dS) is the gradient of lse. So this sum needs no scores, and does not
@@ -213,9 +221,21 @@ void run_bias(const GradProblem& p, const Groups<AttentionGrad>& lse_grads, bool
 
 }  // namespace
 
-void run_bias(const GradProblem& p) {
-  run_bias(p, p.grads, bias_is_added(p.groups[0], p.grads[0].grad_bias),
-           p.kernels.backward_scratch_bytes(p.groups[0]),
+void run_backward(const GradProblem& p, const Tensor& grad_bias) {
+  const BackwardPlan plan = plan_backward(p.groups[0], p.grads[0], p.count);
+  std::vector<Groups<AttentionGrad>> shares(std::max<int64_t>(1, plan.bias.count), p.grads);
+  std::vector<Tensor> sums;
+  for (Groups<AttentionGrad>& grads : shares) {
+    for (AttentionGrad& grad : grads) grad.adds_bias = plan.bias.count > 0;
+    if (!plan.bias.apart) continue;
+    const auto type = p.groups[0].dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
+    set(grads, &AttentionGrad::grad_bias,
+        sums.emplace_back(at::zeros(grad_bias.sizes(), grad_bias.options().dtype(type))));
+  }
+  run_first_order(p, plan, shares);
+  for (size_t i = 1; i < sums.size(); i++) sums[0].add_(sums[i]);
+  if (plan.bias.apart) grad_bias.copy_(sums[0]);
+  run_bias(p, p.grads, /*added=*/plan.bias.count > 0, p.kernels.backward_scratch_bytes(p.groups[0]),
            [&](int64_t group, const BiasPlan& plan, int64_t owner, int64_t chunk, void* sums,
                void* scratch) {
              p.kernels.bias_share(p.groups[group], p.grads[group], plan, owner, chunk, sums,
@@ -257,8 +277,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   }
 
   const GradProblem problem{group_count(query), groups, grads, kernels_for(groups[0])};
-  run_backward(problem);
-  run_bias(problem);
+  run_backward(problem, grad_bias);
   return {grad_query, grad_key, grad_value, grad_bias};
 }
 

@@ -118,16 +118,37 @@ HOST_DEVICE bool writes_whole_bias(const Attention& a, const Pairs& grad_bias) {
          !a.band.right_bounded;
 }
 
-// Whether the backward of first order adds dS to grad_bias itself, where a bias broadcasts over the
-// batch or the heads: if their sums are kept in grad_bias' own type, and those that do not share a
-// bias are tasks enough without counting a batch.
-HOST_DEVICE bool bias_is_added(const Attention& a, const Pairs& grad_bias) {
-  const bool own_type = a.dtype == DType::kFloat64
-                            ? !a.bias_is_float32
-                            : a.bias_is_float32 || a.dtype == DType::kFloat32;
+// How the backward of first order adds dS to the gradient of a bias that broadcasts over the batch
+// or the heads: those that share an element take turns. A batch that does may be cut into shares,
+// with sums of their own, so that there are tasks enough. Nothing here depends on the threads, nor,
+// where the bias has a batch of its own, on its size.
+struct BiasShares {
+  int64_t count = 0;        // 0: the sum is left to others
+  int64_t batch_turns = 1;  // batch entries that take turns: those of a share, or one
+  bool apart = false;       // the sums are beside grad_bias, in their own type
+  int64_t bytes = 0;        // of those of a share, of one batch entry
+};
+HOST_DEVICE BiasShares bias_shares(const Attention& a, const Pairs& grad_bias) {
+  constexpr int64_t kLeast = 8, kEnough = 64;                    // tasks
+  constexpr int64_t kFew = (int64_t)1 << 20, kMost = kFew << 5;  // bytes of the sums
+  BiasShares shares;
+  if (!grad_bias.data || bias_is_dense(a, grad_bias) || (!grad_bias.query && a.queries > 1) ||
+      (!grad_bias.key && a.keys > 1))
+    return shares;
+  const bool is_double = a.dtype == DType::kFloat64;
+  const bool own_type =
+      is_double ? !a.bias_is_float32 : a.bias_is_float32 || a.dtype == DType::kFloat32;
   const int64_t tasks = (grad_bias.head ? a.kv_heads : 1) * grad_ranges(a).count;
-  return grad_bias.data && !bias_is_dense(a, grad_bias) && own_type && tasks >= 8 &&
-         (grad_bias.query || a.queries == 1) && (grad_bias.key || a.keys == 1);
+  const int64_t batch = grad_bias.batch ? 1 : a.batch;
+  if (batch * tasks < kLeast) return shares;
+  shares.bytes = (grad_bias.head ? a.heads : 1) * a.queries * a.keys * (is_double ? 8 : 4);
+  const int64_t least = ceil_div(kLeast, tasks), most = ceil_div(kEnough, tasks);
+  const int64_t wanted = max_of(least, min_of(most, kFew / max_of(1, shares.bytes)));
+  shares.batch_turns = max_of(1, batch / wanted);
+  shares.count = ceil_div(batch, shares.batch_turns);
+  shares.apart = shares.count > 1 || !own_type;
+  if (shares.apart && shares.count * shares.bytes > kMost) return {};
+  return shares;
 }
 
 // A tile of the bias' gradient and the share of the sum over the broadcast dimensions that one task

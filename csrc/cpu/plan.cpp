@@ -55,13 +55,12 @@ TangentPlan plan_forward_tangent(const Attention& a, int64_t groups) {
 
 BackwardPlan plan_backward(const Attention& a, const AttentionGrad& g, int64_t groups) {
   const TypeKernels& kernels = kernels_for(a);
-  const bool in_turns = bias_is_added(a, g.grad_bias);
   BackwardPlan plan = {};
   plan.ranges = grad_ranges(a);
-  plan.turns_batch = in_turns && !g.grad_bias.batch ? a.batch : 1;
-  plan.turns_head = in_turns && !g.grad_bias.head ? a.kv_heads : 1;
-  const int64_t turns = std::max<int64_t>(1, plan.turns_batch * plan.turns_head);
-  plan.heads = groups * a.batch * a.kv_heads / turns;
+  plan.bias = bias_shares(a, g.grad_bias);
+  plan.turns_batch = plan.bias.batch_turns;
+  plan.turns_head = plan.bias.count && !g.grad_bias.head ? a.kv_heads : 1;
+  plan.heads = groups * ceil_div(a.batch, plan.turns_batch) * (a.kv_heads / plan.turns_head);
   plan.together = ranges_together(a);
   plan.wave = plan.heads;
   plan.scratch_bytes = padded(kernels.backward_scratch_bytes(a));
@@ -86,7 +85,8 @@ BackwardPlan plan_backward(const Attention& a, const AttentionGrad& g, int64_t g
 
 TaskPlan plan_heads(const BackwardPlan& plan, int64_t count) {
   const int64_t parts = plan.apart ? ceil_div(plan.ranges.count, plan.together) : 1;
-  return plan_tasks(count * parts, plan.head_flops * static_cast<double>(count),
+  const int64_t flops_of = plan.apart ? count : count * plan.turns();
+  return plan_tasks(count * parts, plan.head_flops * static_cast<double>(flops_of),
                     plan.scratch_bytes + (plan.apart ? 0 : plan.head_bytes));
 }
 

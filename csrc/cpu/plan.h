@@ -27,8 +27,9 @@ TangentPlan plan_forward_tangent(const Attention& a, int64_t groups);
 // afterwards.
 struct BackwardPlan {
   KeyRanges ranges;
+  BiasShares bias;
   int64_t turns_batch, turns_head;  // heads that add to the same grad_bias take turns
-  int64_t heads;                    // of key and value, in one turn
+  int64_t heads;                    // of key and value, in one turn, at most
   bool apart;
   int64_t together;       // ranges that a call takes
   int64_t wave;           // heads whose tasks, and sums, there are at a time
@@ -36,9 +37,10 @@ struct BackwardPlan {
   int64_t sum_bytes;      // of one query head: its grad_query over one range of keys
   int64_t head_bytes;     // of the sums of a key/value head: beside the call's scratch, or `apart`
   double head_flops;
+  int64_t turns() const { return turns_batch * turns_head; }
 };
 BackwardPlan plan_backward(const Attention& a, const AttentionGrad& g, int64_t groups);
-// Of `count` heads, a wave at most.
+// Of `count` heads, a wave at most. A task that has all of a head takes its turns as well.
 TaskPlan plan_heads(const BackwardPlan& plan, int64_t count);
 
 // The same for the tangent of backward: a task is one of key_ranges of a key/value head.
@@ -66,7 +68,7 @@ struct BiasSumPlan {
   int64_t tile_bytes = 0, share_bytes = 0;
   TaskPlan tasks;
 };
-// `added`: backward has added it (bias_is_added). share_bytes: scratch of a share.
+// `added`: backward has added it (bias_shares). share_bytes: scratch of a share.
 BiasSumPlan plan_bias(const Attention& a, const Pairs& grad_bias, int64_t groups, bool added,
                       int64_t share_bytes);
 

@@ -157,8 +157,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
   if (output_mask[1]) set(grads, &AttentionGrad::grad_key, grad_key, keep);
   if (output_mask[2] && bias) set(grads, &AttentionGrad::grad_bias, grad_bias);
   const GradProblem problem{group_count(query), groups, grads, kernels_for(groups[0])};
-  run_backward(problem);
-  run_bias(problem);
+  run_backward(problem, grad_bias);
   return {grad_query, grad_key, grad_bias};
 }
 

@@ -80,6 +80,7 @@ struct AttentionGrad {
   Rows grad_key, grad_value;  // [B, Hkv, Lk, D], [B, Hkv, Lk, Dv]
   Pairs grad_bias;            // strides of the bias' own shape (0 where it broadcasts)
   bool all_keys = false;      // O and lse are the results for these keys, not for more
+  bool adds_bias = false;     // grad_bias is in the type of the sums, and dS is to be added to it
 };
 
 // The direction of a derivative, each like what it belongs to; data = nullptr: zero. With it a
