@@ -76,11 +76,19 @@ def test_every_option_where_keys_may_be_a_part(problem: Problem) -> None:
 BIASED = Problem(heads=4, kv_heads=2, queries=33, keys=70, bias="1hqk", dropout_p=0.2)
 
 
+UNIFORM = Problem(queries=9, mask="11qk", bias="1hqk", empty_rows="uniform")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wanted", ["query", "key", "value", "bias", "query value", "key bias"])
-def test_only_the_gradients_asked_for(dtype: torch.dtype, wanted: str) -> None:
+@pytest.mark.parametrize(
+    "problem",
+    [BIASED, UNIFORM, replace(UNIFORM, keys=70), replace(UNIFORM, queries=4, keys=5)],
+    ids=str,
+)
+def test_only_the_gradients_asked_for(problem: Problem, dtype: torch.dtype, wanted: str) -> None:
     """Any subset of the inputs may need a gradient; each is what it is beside the others."""
-    inputs = make(Problem(**{**BIASED.__dict__, "dtype": dtype}))
+    inputs = make(replace(problem, dtype=dtype))
     everything = ours(inputs)
     leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in inputs.leaves().items()}
     out, lse = call(mha_ext.attention, inputs.replaced(**leaves))
