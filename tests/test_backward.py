@@ -102,10 +102,10 @@ def test_only_the_gradients_asked_for(problem: Problem, dtype: torch.dtype, want
 
 
 SHARED_BIASES = {
-    "shares of one": Problem(batch=9, heads=3, bias="hqk"),
+    "shares": Problem(batch=9, heads=3, bias="hqk"),
     "shares, the last one smaller": Problem(batch=70, heads=3, queries=5, keys=7, bias="1hqk"),
     "few queries": Problem(batch=20, heads=6, kv_heads=2, queries=2, bias="1hqk"),
-    "all heads": Problem(batch=9, heads=4, kv_heads=2, queries=70, keys=130, bias="qk"),
+    "shares of one": Problem(batch=9, heads=4, kv_heads=2, queries=70, keys=130, bias="qk"),
     "one share": Problem(batch=2, heads=8, queries=260, keys=260, head_dim=8, bias="1hqk"),
     "shares and ranges": Problem(batch=7, heads=1, queries=200, keys=1100, head_dim=8, bias="qk"),
     "ranges": Problem(batch=2, queries=9, keys=4100, head_dim=8, bias="b1qk"),

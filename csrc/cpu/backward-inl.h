@@ -239,11 +239,19 @@ void add_lanes(const typename K::T* from, int64_t columns, int64_t vectors, type
 struct NextPart {
   int64_t batch, kv_head, begin;
 };
-inline NextPart next_part(const Attention& a, int64_t b, int64_t kv, KeyPart part) {
+inline NextPart next_head(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv) {
+  if (g.batch_first)
+    return b + 1 < a.batch ? NextPart{b + 1, kv, 0}
+                           : NextPart{kv + 1 < a.kv_heads ? 0 : b + 1, kv + 1, 0};
+  return kv + 1 < a.kv_heads ? NextPart{b, kv + 1, 0} : NextPart{b + 1, 0, 0};
+}
+inline NextPart next_part(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
+                          KeyPart part) {
   const KeyRanges ranges = grad_ranges(a);
   if (!part.apart && part.last < ranges.count) return {b, kv, part.last * ranges.size};
-  const bool last = kv + 1 == a.kv_heads;
-  return {last ? b + 1 : b, last ? 0 : kv + 1, part.apart ? part.first * ranges.size : 0};
+  NextPart next = next_head(a, g, b, kv);
+  if (part.apart) next.begin = part.first * ranges.size;
+  return next;
 }
 
 template <class K>
@@ -265,7 +273,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const bool uniform = a.uniform_empty_rows && !(once_of_head && !any_empty_row<K>(a, b, kv));
   const bool with_delta = is_whole_head(a, part) && !g.grad_weights.data;
   const bool writes_query = !part.apart && part.last == ranges.count;
-  const NextPart next = next_part(a, b, kv, part);
+  const NextPart next = next_part(a, g, b, kv, part);
   w.once = once_of_head && !uniform;
   for (int64_t r = 0; r < kRow; r++) w.one[r] = 1;
   if (K::kPairs && !g.grad_bias.data) {

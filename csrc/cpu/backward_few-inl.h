@@ -154,7 +154,7 @@ class BackwardFew {
   const S* after(const Rows& t, int64_t k0) const {
     if (k0 + kTile < min_of(a_.keys, part_.last * ranges_.size))
       return row_of<K>(t, b_, kv_, k0 + kTile);
-    const NextPart next = next_part(a_, b_, kv_, part_);
+    const NextPart next = next_part(a_, g_, b_, kv_, part_);
     return next.batch < a_.batch ? row_of<K>(t, next.batch, next.kv_head, next.begin) : nullptr;
   }
   NextRows ask(const S* rows, const Rows& t, int64_t count, int64_t width, int64_t units) const {

@@ -19,14 +19,14 @@ bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, in
   if (a.uniform_empty_rows && any_empty_row<K>(a, b, h)) return false;
   const S *query = row_of<K>(a.query, b, h, 0), *key = row_of<K>(a.key, b, h, 0);
   const S *value = row_of<K>(a.value, b, h, 0), *grad_out = row_of<K>(g.grad_out, b, h, 0);
-  const bool last = h + 1 == a.heads;
-  const int64_t next_h = last ? 0 : h + 1, next_b = last ? b + 1 : b;
-  const bool ahead = next_b < a.batch, grads = g.grad_out.data != nullptr;
+  const NextPart next = next_head(a, g, b, h);
+  const bool ahead = next.batch < a.batch, grads = g.grad_out.data != nullptr;
   // Beside which product the next head is asked for, if there is that product.
   const bool value_too = g.grad_query.data && rows > kWidthGroup && a.value.row == a.key.row;
   const auto ask = [&](bool beside, const Rows& t, int64_t count, int64_t columns)
                        __attribute__((always_inline)) {
-                         if (ahead && !beside) ask_for<K>(t, next_b, next_h, count, columns);
+                         if (ahead && !beside)
+                           ask_for<K>(t, next.batch, next.kv_head, count, columns);
                        };
   load_queries<K>(a, g, b, h, 0, rows, w);
   ask(g.grad_key.data, a.query, rows, d);
@@ -56,7 +56,7 @@ bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, in
       !(all_finite<K>(query, a.query.row, rows, d) && all_finite<K>(key, a.key.row, keys, d) &&
         (!grads || all_finite<K>(grad_out, g.grad_out.row, rows, dv)));
   const auto to_next = [&](const Rows& t, const void* here) {
-    return ahead ? bytes_to<K>(t, next_b, next_h, here) : 0;
+    return ahead ? bytes_to<K>(t, next.batch, next.kv_head, here) : 0;
   };
   const auto read = [&](const S* data, const Rows& t, int64_t count, int64_t columns) {
     return WidthRows<K>{data, t.row, count, columns, to_next(t, data)};

@@ -88,9 +88,14 @@ void run_heads(const GradProblem& p, const BackwardPlan& plan,
                          place.kv_head, part, sums, scratch);
   };
   if (!plan.apart) {
-    for_each_task(plan_heads(plan, plan.heads), [&](int64_t head, void* scratch) {
+    TaskPlan tasks = plan_heads(plan, plan.heads);
+    // One thread goes head after head, as they lie in memory, and not turn after turn of a head.
+    const int64_t together = tasks.threads == 1 ? 1 : plan.turns();
+    tasks.tasks *= plan.turns() / together;
+    for_each_task(tasks, [&](int64_t task, void* scratch) {
+      const int64_t head = task % plan.heads, begin = task / plan.heads;
       void* sums = plan.head_bytes ? static_cast<char*>(scratch) + plan.scratch_bytes : nullptr;
-      for (int64_t turn = 0; turn < plan.turns(); turn++)
+      for (int64_t turn = begin; turn < begin + together; turn++)
         for (int64_t first = 0; first < ranges; first += plan.together)
           backward(head, turn, {first, std::min(first + plan.together, ranges), false}, sums,
                    scratch);
@@ -133,6 +138,17 @@ void run_first_order(const GradProblem& p, const BackwardPlan& plan,
       backward_kernel(a, p.grads[0], p.kernels.one_tile_queries) == BackwardKernel::kOneTile;
   if (!whole_heads && !one_tile && !p.grads[0].grad_weights.data) run_delta(p);
   run_heads(p, plan, shares);
+}
+
+// sums[0] += sums[1], sums[2] ...: [shares, elements].
+template <class T>
+void add_shares(const Tensor& sums) {
+  const int64_t count = sums.size(0), size = sums.size(1);
+  T* const to = sums.mutable_data_ptr<T>();
+  at::parallel_for(0, size, 1 << 15, [&](int64_t begin, int64_t end) {
+    for (int64_t share = 1; share < count; share++)
+      for (int64_t i = begin; i < end; i++) to[i] += to[share * size + i];
+  });
 }
 
 // A bias that is the same for all keys of a row moves the scores of that row alike, and P not at
@@ -223,18 +239,30 @@ void run_bias(const GradProblem& p, const Groups<AttentionGrad>& lse_grads, bool
 
 void run_backward(const GradProblem& p, const Tensor& grad_bias) {
   const BackwardPlan plan = plan_backward(p.groups[0], p.grads[0], p.count);
-  std::vector<Groups<AttentionGrad>> shares(std::max<int64_t>(1, plan.bias.count), p.grads);
-  std::vector<Tensor> sums;
-  for (Groups<AttentionGrad>& grads : shares) {
-    for (AttentionGrad& grad : grads) grad.adds_bias = plan.bias.count > 0;
-    if (!plan.bias.apart) continue;
+  const int64_t count = plan.bias.count;
+  std::vector<Groups<AttentionGrad>> shares(std::max<int64_t>(1, count), p.grads);
+  const bool batch_first =
+      plan.turns_batch > 1 && !plan.apart && plan_heads(plan, plan.heads).threads > 1;
+  for (Groups<AttentionGrad>& grads : shares)
+    for (AttentionGrad& grad : grads) {
+      grad.adds_bias = count > 0;
+      grad.batch_first = batch_first;
+    }
+  Tensor sums;  // of the shares, each of the shape of grad_bias
+  if (plan.bias.apart) {
     const auto type = p.groups[0].dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
-    set(grads, &AttentionGrad::grad_bias,
-        sums.emplace_back(at::zeros(grad_bias.sizes(), grad_bias.options().dtype(type))));
+    sums = at::zeros({count, grad_bias.numel()}, grad_bias.options().dtype(type));
+    for (int64_t i = 0; i < count; i++)
+      set(shares[i], &AttentionGrad::grad_bias, sums[i].view(grad_bias.sizes()));
   }
   run_first_order(p, plan, shares);
-  for (size_t i = 1; i < sums.size(); i++) sums[0].add_(sums[i]);
-  if (plan.bias.apart) grad_bias.copy_(sums[0]);
+  if (plan.bias.apart) {
+    if (sums.scalar_type() == at::kDouble)
+      add_shares<double>(sums);
+    else
+      add_shares<float>(sums);
+    grad_bias.copy_(sums[0].view(grad_bias.sizes()));
+  }
   run_bias(p, p.grads, /*added=*/plan.bias.count > 0, p.kernels.backward_scratch_bytes(p.groups[0]),
            [&](int64_t group, const BiasPlan& plan, int64_t owner, int64_t chunk, void* sums,
                void* scratch) {

@@ -129,8 +129,10 @@ struct BiasShares {
   int64_t bytes = 0;        // of those of a share, of one batch entry
 };
 HOST_DEVICE BiasShares bias_shares(const Attention& a, const Pairs& grad_bias) {
-  constexpr int64_t kLeast = 8, kEnough = 64;                    // tasks
-  constexpr int64_t kFew = (int64_t)1 << 20, kMost = kFew << 5;  // bytes of the sums
+  constexpr int64_t kLeast = 8, kEnough = 64;  // tasks
+  constexpr int64_t kTurns = 8;  // that a share is worth, where there are tasks enough
+  constexpr int64_t kMost = (int64_t)1 << 25;  // bytes of the sums
+  constexpr double kFlopsWorthATask = 1e6;
   BiasShares shares;
   if (!grad_bias.data || bias_is_dense(a, grad_bias) || (!grad_bias.query && a.queries > 1) ||
       (!grad_bias.key && a.keys > 1))
@@ -142,8 +144,12 @@ HOST_DEVICE BiasShares bias_shares(const Attention& a, const Pairs& grad_bias) {
   const int64_t batch = grad_bias.batch ? 1 : a.batch;
   if (batch * tasks < kLeast) return shares;
   shares.bytes = (grad_bias.head ? a.heads : 1) * a.queries * a.keys * (is_double ? 8 : 4);
-  const int64_t least = ceil_div(kLeast, tasks), most = ceil_div(kEnough, tasks);
-  const int64_t wanted = max_of(least, min_of(most, kFew / max_of(1, shares.bytes)));
+  const double flops = 10.0 * (double)(batch * a.heads * a.queries) *
+                       (double)(a.keys * max_of(a.head_dim, a.value_dim));
+  const int64_t enough =
+      flops < kEnough * kFlopsWorthATask ? (int64_t)(flops / kFlopsWorthATask) : kEnough;
+  const int64_t wanted =
+      max_of(ceil_div(kLeast, tasks), min_of(ceil_div(enough, tasks), batch / kTurns));
   shares.batch_turns = max_of(1, batch / wanted);
   shares.count = ceil_div(batch, shares.batch_turns);
   shares.apart = shares.count > 1 || !own_type;

@@ -81,6 +81,7 @@ struct AttentionGrad {
   Pairs grad_bias;            // strides of the bias' own shape (0 where it broadcasts)
   bool all_keys = false;      // O and lse are the results for these keys, not for more
   bool adds_bias = false;     // grad_bias is in the type of the sums, and dS is to be added to it
+  bool batch_first = false;   // a head is followed by its place in the next entry of the batch
 };
 
 // The direction of a derivative, each like what it belongs to; data = nullptr: zero. With it a
