@@ -180,6 +180,8 @@ struct MultiplyTiles : PairUnits<16> {
 //
 #include "bias-inl.h"
 //
+#include "backward_tile-inl.h"
+//
 #include "backward-inl.h"
 //
 #include "backward_few-inl.h"

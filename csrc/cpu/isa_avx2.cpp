@@ -38,6 +38,8 @@ TARGET_BEGIN("avx2,fma,f16c,bmi,bmi2")
 //
 #include "bias-inl.h"
 //
+#include "backward_tile-inl.h"
+//
 #include "backward-inl.h"
 //
 #include "backward_few-inl.h"

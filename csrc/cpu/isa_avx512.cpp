@@ -43,6 +43,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 //
 #include "bias-inl.h"
 //
+#include "backward_tile-inl.h"
+//
 #include "backward-inl.h"
 //
 #include "backward_few-inl.h"

@@ -81,6 +81,8 @@ struct MultiplyPairs : PairUnits<1> {
 //
 #include "bias-inl.h"
 //
+#include "backward_tile-inl.h"
+//
 #include "backward-inl.h"
 //
 #include "backward_few-inl.h"

@@ -34,6 +34,8 @@
 //
 #include "bias-inl.h"
 //
+#include "backward_tile-inl.h"
+//
 #include "backward-inl.h"
 //
 #include "backward_few-inl.h"
