@@ -176,9 +176,10 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
         if (i + 1 < count) ask_rows<K>(a.query, b, h, q.q0 + kTile, q0 + rows, a.head_dim, w.ahead);
       }
       if (!packed) {
-        key_rows = rows_operand<K>(row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, w.key);
+        key_rows =
+            rows_operand<K>(row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, w.key, count);
         if (with_values)
-          value_columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value);
+          value_columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value, count);
         packed = true;
         if (k0 + kTile < seen.end) ask_keys<K>(a, b, h, k0 + kTile, with_values, w.ahead);
       }
@@ -188,11 +189,11 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       }
       const Range* const bands =
           find_bands<K>(a, b, q.q0, q.rows, k0, keys, w.bands) ? w.bands : nullptr;
-      T* const top = scores_are_product<K>(a, visible, bands) ? w.top : nullptr;
+      T* const top = scores_are_product<K>(a, bands) ? w.top : nullptr;
       visible = scores<K>(a, b, h, q.q0, q.rows, k0, keys, q.query, key_rows, visible, w.bits, w.s,
                           w.extra, &w.ahead, bands, top);
       const bool partial = visible == Visibility::kPartial;
-      if (partial) select_tile<K>(w.bits, keys, q.vectors, -(T)INFINITY, w.s);
+      const Seen hidden{partial ? w.bits : nullptr};
       const bool paired =
           K::kPairs && with_values && !partial && !bands && keys == kTile && !a.dropout.seed;
       if constexpr (K::kPairs) {
@@ -205,7 +206,8 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
           const int64_t lane = first * K::kLanes;
           if (seen.begin < seen.end)
             softmax_tile<K>(seen.end - seen.begin, count, w.s + seen.begin * kRow + lane, top,
-                            q.m + lane, q.l + lane, q.out + lane, q.started ? value_dim : 0);
+                            hidden.from(seen.begin, lane), q.m + lane, q.l + lane, q.out + lane,
+                            q.started ? value_dim : 0);
         });
       if (!with_values) continue;
       if (partial && !checked) {

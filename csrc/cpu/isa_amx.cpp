@@ -199,8 +199,8 @@ struct MultiplyTiles : PairUnits<16> {
 namespace mha_ext::cpu {
 extern const Kernels kAmx;
 constexpr Kernels kAmx = [] {
-  Kernels k = kernels<F32x16, F64x8>("amx");
-  k.types[(int)DType::kBFloat16] = type_kernels<F32x16, MultiplyTiles, BFloat16>();
+  Kernels k = kernels<F32x16Intel, F64x8>("amx");
+  k.types[(int)DType::kBFloat16] = type_kernels<F32x16Intel, MultiplyTiles, BFloat16>();
   return k;
 }();
 }  // namespace mha_ext::cpu

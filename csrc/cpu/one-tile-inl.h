@@ -33,12 +33,11 @@ bool one_tile_weights(const Attention& a, int64_t b, int64_t h, Operand key_rows
     for (int64_t i = 0; i < a.keys * kRow; i++) w.s[i] = 0;
   } else {
     pack_query<K>(a, b, h, q.q0, q.rows, q.query);
-    T* const top = scores_are_product<K>(a, visible, nullptr) ? w.top : nullptr;
+    T* const top = scores_are_product<K>(a, nullptr) ? w.top : nullptr;
     visible = scores<K>(a, b, h, q.q0, q.rows, 0, a.keys, q.query, key_rows, visible, w.bits, w.s,
                         w.extra, nullptr, nullptr, top);
-    if (visible == Visibility::kPartial)
-      select_tile<K>(w.bits, a.keys, q.vectors, -(T)INFINITY, w.s);
-    softmax_tile<K>(a.keys, q.vectors, w.s, top, q.m, q.l, q.out, 0);
+    const Seen seen{visible == Visibility::kPartial ? w.bits : nullptr};
+    softmax_tile<K>(a.keys, q.vectors, w.s, top, seen, q.m, q.l, q.out, 0);
   }
   const int64_t at = (b * a.heads + h) * a.queries + q.q0;
   T high[kRow], low[kRow];

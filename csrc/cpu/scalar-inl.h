@@ -115,6 +115,10 @@ void add_log(T m, T l, T* high, T* low) {
 // the exponent when k is shifted to its place; power_magic makes k the low bits of a sum.
 // power_coefficient is for (2^r - 1) / r and minimises the relative error of 2^r (5.4e-8 for float,
 // 9e-18 for double). Below power_lowest, where the result would be subnormal, it is 0.
+// Where an instruction multiplies by 2^floor(y), e^x = 2^floor(y) 2^f, y = x log2 e, f from 0 to 1.
+// scale_coefficient is for (2^f - 1) / f and minimises the relative error of 2^f (8.3e-8); y is
+// rounded, which adds |x| 2^-24 at most.
+enum class Exponential { kPolynomial, kTable, kScale };
 template <class T>
 struct Exp;
 template <>
@@ -128,6 +132,9 @@ struct Exp<float> {
   static constexpr float power_magic = 393216.0f, power_lowest = -87.33f;
   static constexpr int power_degree = 2;
   static constexpr float power_coefficient[] = {0.693157399f, 0.240231819f};
+  static constexpr int scale_degree = 5;
+  static constexpr float scale_coefficient[] = {0.693151295f, 0.240164459f, 0.0557999127f,
+                                                0.00901702978f, 0.00186713017f};
   static constexpr uint32_t power[] = {
       0x3f800000, 0x3f7ecd87, 0x3f7daac3, 0x3f7c980f, 0x3f7b95c2, 0x3f7aa43a, 0x3f79c3d3,
       0x3f78f4f0, 0x3f7837f0, 0x3f778d3a, 0x3f76f532, 0x3f767043, 0x3f75fed7, 0x3f75a15b,

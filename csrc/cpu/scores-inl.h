@@ -282,13 +282,14 @@ bool add_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows
 // Whether the product of Q and K is all that there is to the scores, in one piece: then it can say
 // how large they become.
 template <class K>
-bool scores_are_product(const Attention& a, Visibility visible, const Range* bands) {
-  return !K::kPairs && visible == Visibility::kFull && !bands && !a.bias.data &&
-         a.head_dim <= kScorePiece && a.queries > kFewQueries;
+bool scores_are_product(const Attention& a, const Range* bands) {
+  return !K::kPairs && !bands && !a.bias.data && a.head_dim <= kScorePiece &&
+         a.queries > kFewQueries;
 }
 
 // S[key][64 queries] = scale Q K^T + bias, of the bands. A bias of -inf hides the pair: `visible`
-// and `bits` say so. top[64]: where scores_are_product, the largest of each query.
+// and `bits` say so. top[64]: where scores_are_product, the largest of each query,
+// hidden pairs too.
 template <class K>
 Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
                   int64_t keys, const typename K::Unit* query_lanes, Operand key_rows,

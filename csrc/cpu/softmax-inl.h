@@ -8,9 +8,24 @@ namespace {
 template <class T>
 constexpr T kSlack = (T)5.5;
 
+// What hides pairs of a tile: bit `first` + r of bits[key] says whether query r sees it. Nothing
+// where there are no bits.
+struct Seen {
+  const uint64_t* bits = nullptr;
+  int64_t first = 0;
+  Seen from(int64_t key, int64_t lane) const { return {bits ? bits + key : nullptr, first + lane}; }
+};
+// v, or `otherwise` where vector i of the queries does not see the key.
+template <class X, bool kMasked>
+[[gnu::always_inline]] inline typename X::V seen_or(Seen seen, int64_t key, int i, typename X::V v,
+                                                    typename X::V otherwise) {
+  if constexpr (!kMasked) return v;
+  return X::select(X::mask(seen.bits[key] >> (seen.first + i * X::kLanes)), v, otherwise);
+}
+
 // The largest scores of NV vectors of queries: those of `known`, where it is set.
-template <class K, int NV>
-void find_tops(int64_t keys, const typename K::T* s, const typename K::T* known,
+template <class K, int NV, bool kMasked>
+void find_tops(int64_t keys, const typename K::T* s, const typename K::T* known, Seen seen,
                typename K::X::V (&found)[NV]) {
   using X = typename K::X;
   if (known) {
@@ -19,32 +34,47 @@ void find_tops(int64_t keys, const typename K::T* s, const typename K::T* known,
     return;
   }
   typename X::V top[2][NV];  // of even and of odd keys
+  const typename X::V lowest = X::set(-(typename K::T)INFINITY);
 #pragma GCC unroll 4
-  for (int i = 0; i < NV; i++) top[0][i] = top[1][i] = X::set(-(typename K::T)INFINITY);
+  for (int i = 0; i < NV; i++) top[0][i] = top[1][i] = lowest;
+  const auto raise = [&](int which, int i, int64_t n) __attribute__((always_inline)) {
+    const typename X::V score = X::load(s + n * kRow + i * K::kLanes);
+    top[which][i] = X::max(seen_or<X, kMasked>(seen, n, i, score, lowest), top[which][i]);
+  };
   int64_t n = 0;
   for (; n + 2 <= keys; n += 2)
 #pragma GCC unroll 4
     for (int i = 0; i < NV; i++) {
-      top[0][i] = X::max(X::load(s + n * kRow + i * K::kLanes), top[0][i]);
-      top[1][i] = X::max(X::load(s + (n + 1) * kRow + i * K::kLanes), top[1][i]);
+      raise(0, i, n);
+      raise(1, i, n + 1);
     }
 #pragma GCC unroll 4
   for (int i = 0; i < NV; i++) {
-    if (n < keys) top[0][i] = X::max(X::load(s + n * kRow + i * K::kLanes), top[0][i]);
+    if (n < keys) raise(0, i, n);
     found[i] = X::max(top[0][i], top[1][i]);
   }
 }
 
 // m[r] -> the maximum with these scores, where it grows by more than 5.5: then l and the output are
-// rescaled. For NV vectors of queries:
-template <class K, int NV>
-void raise_levels(int64_t keys, const typename K::T* s, const typename K::T* known,
+// rescaled. `known`: the largest scores, those of hidden pairs too; mostly no level has to be
+// raised for these, and nobody has to look at what is seen. For NV vectors of queries:
+template <class K, int NV, bool kMasked>
+void raise_levels(int64_t keys, const typename K::T* s, const typename K::T* known, Seen seen,
                   typename K::T* m, typename K::T* l, typename K::T* out, int64_t value_dim) {
   using X = typename K::X;
   using V = typename X::V;
-  V top[NV];
-  find_tops<K, NV>(keys, s, known, top);
   const V slack = X::set(kSlack<typename K::T>);
+  if (kMasked && known) {
+    uint64_t grows = 0;
+#pragma GCC unroll 4
+    for (int i = 0; i < NV; i++)
+      grows |=
+          X::bits(X::gt(X::sub(X::load(known + i * K::kLanes), X::load(m + i * K::kLanes)), slack));
+    if (!grows) return;
+    known = nullptr;
+  }
+  V top[NV];
+  find_tops<K, NV, kMasked>(keys, s, known, seen, top);
 #pragma GCC unroll 4
   for (int i = 0; i < NV; i++) {
     const V old = X::load(m + i * K::kLanes);
@@ -70,12 +100,12 @@ typename K::X::V level_of(const typename K::T* m) {
 
 // One tile of scores for NV vectors of queries: S -> P, adds P to l. `top`: the largest scores,
 // where they are known.
-template <class K, int NV>
-void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, typename K::T* m,
-                   typename K::T* l, typename K::T* out, int64_t value_dim) {
+template <class K, int NV, bool kMasked>
+void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, Seen seen,
+                   typename K::T* m, typename K::T* l, typename K::T* out, int64_t value_dim) {
   using X = typename K::X;
   using V = typename X::V;
-  raise_levels<K, NV>(keys, s, top, m, l, out, value_dim);
+  raise_levels<K, NV, kMasked>(keys, s, top, seen, m, l, out, value_dim);
   V level[NV], sum[2][NV];  // of even and of odd keys: shorter chains round less
 #pragma GCC unroll 4
   for (int i = 0; i < NV; i++) {
@@ -92,6 +122,7 @@ void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, typ
       exp_each<X, kKeys>(e);
 #pragma GCC unroll 2
       for (int k = 0; k < kKeys; k++) {
+        e[k] = seen_or<X, kMasked>(seen, key + k, i, e[k], X::zero());
         X::store(p + k * kRow, e[k]);
         sum[k][i] = X::add(sum[k][i], e[k]);
       }
@@ -153,12 +184,19 @@ void by_vectors(int64_t vectors, const Run& run) {
   for (; vectors > 0; vectors--, lane += K::kLanes) run.template operator()<1>(lane);
 }
 
+// Scores of pairs that are not seen may be anything; their P is 0.
 template <class K>
 void softmax_tile(int64_t keys, int64_t vectors, typename K::T* s, const typename K::T* top,
-                  typename K::T* m, typename K::T* l, typename K::T* out, int64_t value_dim) {
+                  Seen seen, typename K::T* m, typename K::T* l, typename K::T* out,
+                  int64_t value_dim) {
   by_vectors<K>(vectors, [&]<int NV>(int64_t lane) {
-    softmax_lanes<K, NV>(keys, s + lane, top ? top + lane : nullptr, m + lane, l + lane, out + lane,
-                         value_dim);
+    const typename K::T* const known = top ? top + lane : nullptr;
+    if (seen.bits)
+      softmax_lanes<K, NV, true>(keys, s + lane, known, seen.from(0, lane), m + lane, l + lane,
+                                 out + lane, value_dim);
+    else
+      softmax_lanes<K, NV, false>(keys, s + lane, known, {}, m + lane, l + lane, out + lane,
+                                  value_dim);
   });
 }
 
@@ -170,7 +208,8 @@ void softmax_pairs(int64_t vectors, bool started, const typename K::T* s, typena
   by_vectors<K>(vectors, [&]<int NV>(int64_t lane) {
     if (started && softmax_pairs_lanes<K, NV, true>(s + lane, m + lane, l + lane, pairs + lane))
       return;
-    raise_levels<K, NV>(kTile, s + lane, nullptr, m + lane, l + lane, out + lane, value_dim);
+    raise_levels<K, NV, false>(kTile, s + lane, nullptr, {}, m + lane, l + lane, out + lane,
+                               value_dim);
     softmax_pairs_lanes<K, NV, false>(s + lane, m + lane, l + lane, pairs + lane);
   });
 }

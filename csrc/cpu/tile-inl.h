@@ -5,6 +5,8 @@
 namespace mha_ext::cpu {
 namespace {
 
+constexpr int64_t kManyBlocks = INT64_MAX;
+
 template <class X_, class Dot_, class S_>
 struct Kind {
   using X = X_;
@@ -15,6 +17,16 @@ struct Kind {
   static constexpr int kLanes = X::kLanes;
   static constexpr bool kPairs = Dot::kStep == 2;
   static constexpr bool kInPlace = sizeof(S) == sizeof(T);  // storage is what the products read
+  // Whether products read rows of K or V where they are: where they follow one another, or, on some
+  // processors, where few blocks of queries read them. Else rows are packed: those that stand far
+  // apart share few cache sets.
+  static bool in_place(int64_t stride, int64_t columns, int64_t blocks) {
+    if (!kInPlace) return false;
+    if constexpr (requires { X::kInPlaceBlocks; })
+      return stride == columns || blocks <= X::kInPlaceBlocks;
+    else
+      return stride == columns;
+  }
   // Whether few queries take numbers at even and at odd places apart.
   static constexpr bool kSplit = !kPairs && requires(const S* p) { X::load_pairs(p, 0); };
 };
@@ -69,7 +81,17 @@ template <class X, int N>
   using V = typename X::V;
   using E = Exp<typename X::T>;
   const V log2e = X::set(E::log2e);
-  if constexpr (X::kPowers) {
+  if constexpr (X::kExponential == Exponential::kScale) {
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) {
+      const V y = X::mul(x[i], log2e), f = X::fraction(y);
+      V p = X::set(E::scale_coefficient[E::scale_degree - 1]);
+#pragma GCC unroll 8
+      for (int k = E::scale_degree - 2; k >= 0; k--)
+        p = X::fma(p, f, X::set(E::scale_coefficient[k]));
+      x[i] = X::scale_from(E::power_lowest, x[i], X::fma(p, f, X::set(1)), y);
+    }
+  } else if constexpr (X::kExponential == Exponential::kTable) {
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) {
       const V magic = X::set(E::power_magic), u = X::fma(x[i], log2e, magic);
@@ -151,17 +173,14 @@ void pack_rows(const typename K::S* from, int64_t stride, int64_t rows, int64_t 
   }
 }
 
-// K or V as A with t = column. In place where the rows follow one another in the type that the
-// products read; else packed: rows that stand far apart share few cache sets, and are read once for
-// each block of queries.
+// K or V as A with t = column, in place or packed. `blocks` of queries read it.
 template <class K>
 Operand rows_operand(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns,
-                     typename K::Unit* scratch) {
+                     typename K::Unit* scratch, int64_t blocks = kManyBlocks) {
   constexpr int64_t kUnit = sizeof(typename K::Unit), kItem = sizeof(typename K::S);
-  const bool dense = stride == columns;
   if constexpr (K::kPairs) {
     const int64_t units = units_of<K>(columns);
-    if (dense && columns == 2 * units && rows == height_of<K>(rows))
+    if (stride == columns && columns == 2 * units && rows == height_of<K>(rows))
       return {(const char*)from, stride * kItem, kUnit};
     for (int64_t r = 0; r < height_of<K>(rows); r++) {
       for (int64_t c = r < rows ? columns / 2 : 0; c < units; c++) scratch[r * units + c] = 0;
@@ -170,7 +189,7 @@ Operand rows_operand(const typename K::S* from, int64_t stride, int64_t rows, in
     }
     return {(const char*)scratch, units * kUnit, kUnit};
   } else {
-    if (K::kInPlace && dense) return {(const char*)from, stride * kItem, kUnit};
+    if (K::in_place(stride, columns, blocks)) return {(const char*)from, stride * kItem, kUnit};
     const int64_t ld = padded<K>(columns);
     pack_rows<K>(from, stride, rows, columns, scratch, ld);
     return {(const char*)scratch, ld * kUnit, kUnit};
@@ -180,13 +199,13 @@ Operand rows_operand(const typename K::S* from, int64_t stride, int64_t rows, in
 // K or V as A with t = row.
 template <class K>
 Operand columns_operand(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns,
-                        typename K::Unit* scratch) {
+                        typename K::Unit* scratch, int64_t blocks = kManyBlocks) {
   constexpr int64_t kUnit = sizeof(typename K::Unit);
   if constexpr (K::Dot::kRowBlock > 1) {
     K::Dot::transpose_pairs(from, stride, rows, columns, scratch);
     return {(const char*)scratch, units_of<K>(rows) * kUnit, kUnit};
   } else {
-    if (K::kInPlace && stride == columns)
+    if (K::in_place(stride, columns, blocks))
       return {(const char*)from, kUnit, stride * (int64_t)sizeof(*from)};
     const int64_t ld = padded<K>(columns);
     pack_rows<K>(from, stride, rows, columns, scratch, ld);

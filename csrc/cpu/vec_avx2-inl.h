@@ -10,6 +10,7 @@ struct Bytes64 {  // for tile_visibility
     return (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(x, _mm256_setzero_si256()));
   }
   static uint64_t nonzero(const char* p) { return ~((uint64_t)zero(p + 32) << 32 | zero(p)); }
+  static void transpose(uint64_t* words) { transpose_bits(words); }
 };
 
 struct U32x8 {
@@ -66,7 +67,7 @@ struct F32x8 {
   }
   static uint64_t bits(M m) { return (uint64_t)_mm256_movemask_ps(m); }
   static V select(M m, V a, V b) { return _mm256_blendv_ps(b, a, m); }
-  static constexpr bool kPowers = false;
+  static constexpr Exponential kExponential = Exponential::kPolynomial;
   static V power_of_two(V magic) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(magic), 23));
   }
@@ -227,7 +228,7 @@ struct F64x4 {
   }
   static uint64_t bits(M m) { return (uint64_t)_mm256_movemask_pd(m); }
   static V select(M m, V a, V b) { return _mm256_blendv_pd(b, a, m); }
-  static constexpr bool kPowers = false;
+  static constexpr Exponential kExponential = Exponential::kPolynomial;
   static V power_of_two(V magic) {
     return _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(magic), 52));
   }

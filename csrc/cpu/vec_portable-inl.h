@@ -58,7 +58,7 @@ struct Portable {
     return bits;
   }
   static V select(M m, V a, V b) { return m ? a : b; }
-  static constexpr bool kPowers = false;
+  static constexpr Exponential kExponential = Exponential::kPolynomial;
   static V power_of_two(V magic) {
     M u;
     __builtin_memcpy(&u, &magic, 16);

@@ -42,9 +42,21 @@ HOST_DEVICE bool nonzero(const char* item, int32_t size) {
   return false;
 }
 
-// Bit j: byte j of 64 is not zero. A processor may have instructions for that.
+// Bit c of word r becomes bit r of word c.
+HOST_DEVICE void transpose_bits(uint64_t* words) {
+  uint64_t low = 0x00000000ffffffffull;
+  for (int width = 32; width; width >>= 1, low ^= low << width)
+    for (int r = 0; r < 64; r = ((r | width) + 1) & ~width) {
+      const uint64_t t = ((words[r] >> width) ^ words[r | width]) & low;
+      words[r] ^= t << width;
+      words[r | width] ^= t;
+    }
+}
+
+// What a processor may have instructions for: bit j of nonzero is whether byte j of 64 is.
 struct PlainBytes {
   static constexpr bool kWhole = false;  // whether `nonzero(const char*)` exists
+  HOST_DEVICE void transpose(uint64_t* words) { transpose_bits(words); }
 };
 
 // Visibility of up to 64 keys of one query in the mask tensor: bit j = key j.
@@ -65,17 +77,6 @@ HOST_DEVICE uint64_t mask_row(const char* row, int64_t key_stride, int32_t size,
   }
   for (; j < keys; j++) word |= (uint64_t)nonzero(row + j * key_stride * size, size) << j;
   return word;
-}
-
-// Bit c of word r becomes bit r of word c.
-HOST_DEVICE void transpose_bits(uint64_t* words) {
-  uint64_t low = 0x00000000ffffffffull;
-  for (int width = 32; width; width >>= 1, low ^= low << width)
-    for (int r = 0; r < 64; r = ((r | width) + 1) & ~width) {
-      const uint64_t t = ((words[r] >> width) ^ words[r | width]) & low;
-      words[r] ^= t << width;
-      words[r | width] ^= t;
-    }
 }
 
 HOST_DEVICE uint64_t first_bits(int64_t n) { return n >= 64 ? ~0ull : (1ull << n) - 1; }
@@ -126,7 +127,7 @@ HOST_DEVICE Visibility tile_visibility(const Attention& a, int64_t b, int64_t h,
       if (!any) return Visibility::kEmpty;
       if (band_full && every_row == first_bits(keys)) return Visibility::kFull;
       for (int64_t r = rows; r < 64; r++) bits[r] = 0;
-      transpose_bits(bits);
+      Bytes::transpose(bits);
     }
   } else {
     for (int64_t j = 0; j < keys; j++) bits[j] = every;
