@@ -199,7 +199,7 @@ struct MultiplyTiles : PairUnits<16> {
 namespace mha_ext::cpu {
 extern const Kernels kAmx;
 constexpr Kernels kAmx = [] {
-  Kernels k = kernels<F32x16Intel, F64x8>("amx");
+  Kernels k = kernels<F32x16Intel, F64x8Intel>("amx");
   k.types[(int)DType::kBFloat16] = type_kernels<F32x16Intel, MultiplyTiles, BFloat16>();
   return k;
 }();

@@ -61,6 +61,6 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 
 namespace mha_ext::cpu {
 extern const Kernels kAvx512;
-constexpr Kernels kAvx512 = kernels<F32x16Intel, F64x8>("avx512");
+constexpr Kernels kAvx512 = kernels<F32x16Intel, F64x8Intel>("avx512");
 }  // namespace mha_ext::cpu
 TARGET_END

@@ -95,13 +95,13 @@ template <class X, int N>
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) {
       const V magic = X::set(E::power_magic), u = X::fma(x[i], log2e, magic);
-      const V r = X::fma(x[i], log2e, X::sub(magic, u));
+      const V n = X::sub(u, magic), r = X::fms(x[i], log2e, n);
       V p = X::set(E::power_coefficient[E::power_degree - 1]);
 #pragma GCC unroll 8
       for (int k = E::power_degree - 2; k >= 0; k--)
         p = X::fma(p, r, X::set(E::power_coefficient[k]));
       const V power = X::power(u);
-      x[i] = X::from(E::power_lowest, x[i], X::fma(power, X::mul(p, r), power));
+      x[i] = X::from(E::power_lowest, x[i], X::fma(power, X::mul(p, r), power), n);
     }
   } else {
     const auto each = [&](const auto& step) __attribute__((always_inline)) {

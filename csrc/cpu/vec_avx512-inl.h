@@ -91,6 +91,7 @@ struct F32x16 {
   static uint64_t bits(M m) { return m; }
   static V select(M m, V a, V b) { return _mm512_mask_mov_ps(b, m, a); }  // m ? a : b
   static constexpr Exponential kExponential = Exponential::kTable;
+  static V fms(V a, V b, V c) { return _mm512_fmsub_ps(a, b, c); }  // a b - c
   // 2^(k / 32) for the k in the low bits of u; a, or 0 where x < least (NaN is not).
   static V power(V u) {
     const __m512i k = _mm512_castps_si512(u);
@@ -99,7 +100,7 @@ struct F32x16 {
         _mm512_permutex2var_epi32(_mm512_loadu_si512(p), k, _mm512_loadu_si512(p + 1));
     return _mm512_castsi512_ps(_mm512_add_epi32(rest, _mm512_slli_epi32(k, 18)));
   }
-  static V from(T least, V x, V a) {
+  static V from(T least, V x, V a, V /* k / 32 */) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set(least), _CMP_NLT_UQ), a);
   }
 
@@ -264,6 +265,7 @@ struct F64x8 {
   static uint64_t bits(M m) { return m; }
   static V select(M m, V a, V b) { return _mm512_mask_mov_pd(b, m, a); }
   static constexpr Exponential kExponential = Exponential::kTable;
+  static V fms(V a, V b, V c) { return _mm512_fmsub_pd(a, b, c); }  // a b - c
   // 2^(k / 16) for the k in the low bits of u; a, or 0 where x < least (NaN is not).
   static V power(V u) {
     const __m512i k = _mm512_castpd_si512(u);
@@ -272,7 +274,7 @@ struct F64x8 {
         _mm512_permutex2var_epi64(_mm512_loadu_si512(p), k, _mm512_loadu_si512(p + 1));
     return _mm512_castsi512_pd(_mm512_add_epi64(rest, _mm512_slli_epi64(k, 48)));
   }
-  static V from(T least, V x, V a) {
+  static V from(T least, V x, V a, V /* k / 16 */) {
     return _mm512_maskz_mov_pd(_mm512_cmp_pd_mask(x, set(least), _CMP_NLT_UQ), a);
   }
   static M first(int64_t n) { return (M)((1u << n) - 1); }  // n < 8
@@ -357,6 +359,18 @@ struct F64x8 {
     v = max(v, _mm512_shuffle_f64x2(v, v, 0x4e));
     v = max(v, _mm512_shuffle_f64x2(v, v, 0xb1));
     return _mm512_cvtsd_f64(max(v, _mm512_permute_pd(v, 0x55)));
+  }
+};
+
+struct F64x8Intel : F64x8 {
+  static constexpr int64_t kInPlaceBlocks = F32x16Intel::kInPlaceBlocks;
+  // 2^(k / 16), k modulo 16, for the k in the low bits of u; a 2^floor(n), or 0 where x < least.
+  static V power(V u) {
+    return _mm512_permutex2var_pd(_mm512_loadu_pd(Exp<T>::root), _mm512_castpd_si512(u),
+                                  _mm512_loadu_pd(Exp<T>::root + kLanes));
+  }
+  static V from(T least, V x, V a, V n) {
+    return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(x, set(least), _CMP_NLT_UQ), a, n);
   }
 };
 
