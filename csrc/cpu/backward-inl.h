@@ -79,7 +79,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
         constexpr int64_t kItem = sizeof(typename K::S);
         if (w.once) return Operand{(const char*)(from + at * t.row), t.row * kItem, kItem};
       }
-      return rows_operand<K>(from + at * t.row, t.row, keys, width, to);
+      return rows_operand<K>(from + at * t.row, t.row, keys, width, to, 2 * group * blocks);
     };
     key_rows = operand(key, a.key, a.head_dim, w.keys_in);
     value_rows = operand(value, a.value, a.value_dim, w.values_in);
@@ -118,6 +118,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
       const Range seen = seen_by_any(a, b, q0, q0 + rows - 1);
       const typename K::S* query = row_of<K>(a.query, b, h, q0);
       const typename K::S* grad_out = row_of<K>(g.grad_out, b, h, q0);
+      VectorRows<K> query_in, grad_out_in;
       bool loaded = false, checked = false, finite = true;
       T* const total = part.apart || !sums
                            ? w.total
@@ -140,9 +141,14 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
           if (!loaded) {
             if (with_delta) delta<K>(a, g, b, h, block);
             load_queries<K>(a, g, b, h, q0, rows, w);
-            if (!w.once) pack_rows<K>(query, a.query.row, rows, a.head_dim, w.query_rows, ld);
-            if (!w.once && g.grad_out.data)
-              pack_rows<K>(grad_out, g.grad_out.row, rows, a.value_dim, w.grad_out_rows, ldv);
+            if (!w.once) {
+              const int64_t tiles = ceil_div(end - begin, kTile);
+              query_in =
+                  vectors_operand<K>(query, a.query.row, rows, a.head_dim, w.query_rows, tiles);
+              if (g.grad_out.data)
+                grad_out_in = vectors_operand<K>(grad_out, g.grad_out.row, rows, a.value_dim,
+                                                 w.grad_out_rows, tiles);
+            }
             if (writes_query) ask_rows<K>(g.grad_query, b, h, q0, a.queries, a.head_dim, w.ahead);
             if (block + 1 < blocks)
               ask_queries(b, h, q0 + kTile);
@@ -177,6 +183,8 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
           const TilePlace<K> tile{
               query,
               grad_out,
+              query_in,
+              grad_out_in,
               key + at * a.key.row,
               row_of<K>(g.grad_key, b, kv, k0),
               row_of<K>(g.grad_value, b, kv, k0),

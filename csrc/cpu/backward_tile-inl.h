@@ -102,7 +102,9 @@ void add_uniform_values(const Attention& a, const AttentionGrad& g, int64_t b, i
 // what its gradients are added to.
 template <class K>
 struct TilePlace {
-  const typename K::S *query, *grad_out, *key;
+  const typename K::S *query, *grad_out;
+  VectorRows<K> query_rows, grad_out_rows;  // the same as vectors; nothing where keys are met once
+  const typename K::S* key;
   typename K::S *to_key, *to_value;  // where its gradients belong
   int64_t rows, keys, at;
   bool fresh;  // grad_key and grad_value hold nothing yet
@@ -112,7 +114,7 @@ struct TilePlace {
 
 // C = sum or C += sum, whichever is meant.
 template <class K, Contiguous kA>
-void update_product(Update update, Operand a, int64_t rows, int64_t count,
+void update_product(Update update, const Operand& a, int64_t rows, int64_t count,
                     const typename K::Unit* x, int64_t ldx, int64_t columns, typename K::T* c,
                     int64_t ldc, Ahead& ahead) {
   using X = typename K::X;
@@ -126,7 +128,7 @@ void update_product(Update update, Operand a, int64_t rows, int64_t count,
 // grad_query of one tile, from w.ds, or these in pairs.
 template <class K>
 void add_query_gradient(const Attention& a, const AttentionGrad& g, const TilePlace<K>& tile,
-                        Operand key_columns, BackwardScratch<K>& w) {
+                        const Operand& key_columns, BackwardScratch<K>& w) {
   if (!g.grad_query.data) return;
   constexpr int64_t kStep = K::Dot::kStep;
   const int64_t vectors = vectors_of<K>(tile.rows);
@@ -150,7 +152,7 @@ void add_key_gradients(const Attention& a, const AttentionGrad& g, const TilePla
   const Update update = tile.fresh ? Update::kStore : Update::kAddSum;
   // to[key][width] += weights^T rows, over the queries that need the key
   const auto add_keys = [&](const typename K::T* weights, const typename K::Unit* paired,
-                            const typename K::Unit* rows, int64_t width, typename K::T* to) {
+                            VectorRows<K> rows, int64_t width, typename K::T* to) {
     const int64_t ld = padded<K>(width);
     const Operand all = w.paired ? pairs_operand<K>(paired)
                                  : tile_operand<K>(weights, tile.keys, tile.rows, w.pair_rows);
@@ -158,13 +160,14 @@ void add_key_gradients(const Attention& a, const AttentionGrad& g, const TilePla
       const int64_t unit = queries.begin / kStep;
       const Operand from{all.data + keys.begin * all.m_stride + unit * all.t_stride, all.m_stride,
                          all.t_stride};
-      update_product<K, Contiguous::kAlongT>(
-          update, from, keys.end - keys.begin, units_of<K>(queries.end - queries.begin),
-          rows + unit * ld, ld, width, to + (tile.at + keys.begin) * ld, ld, w.ahead);
+      update_product<K, Contiguous::kAlongT>(update, from, keys.end - keys.begin,
+                                             units_of<K>(queries.end - queries.begin),
+                                             rows.data + unit * rows.ld, rows.ld, width,
+                                             to + (tile.at + keys.begin) * ld, ld, w.ahead);
     });
   };
-  if (g.grad_value.data) add_keys(w.p, w.p_queries, w.grad_out_rows, a.value_dim, w.grad_value);
-  if (g.grad_key.data) add_keys(w.ds, w.ds_queries, w.query_rows, a.head_dim, w.grad_key);
+  if (g.grad_value.data) add_keys(w.p, w.p_queries, tile.grad_out_rows, a.value_dim, w.grad_value);
+  if (g.grad_key.data) add_keys(w.ds, w.ds_queries, tile.query_rows, a.head_dim, w.grad_key);
 }
 
 // The same of a tile that is met once, to where they belong. `dirty`: the operands are not finite,
@@ -179,10 +182,11 @@ void write_key_gradients(const Attention& a, const AttentionGrad& g, const TileP
       return width_selected<K, Contiguous::kAlongT>({rows, t.row, tile.rows, width}, tile.keys,
                                                     weights, w.bits, to, grad.row, w.extra);
     for_band_keys<K>(w.bands, tile.keys, tile.rows, [&](Range keys, Range queries) {
-      width_rows<K, Contiguous::kAlongT>(
-          {rows + queries.begin * t.row, t.row, queries.end - queries.begin, width},
-          keys.end - keys.begin, weights + keys.begin * kRow + queries.begin,
-          to + keys.begin * grad.row, grad.row, 0);
+      const WidthRows<K> from{rows + queries.begin * t.row, t.row, queries.end - queries.begin,
+                              width};
+      width_rows<K, Contiguous::kAlongT>(from, keys.end - keys.begin,
+                                         weights + keys.begin * kRow + queries.begin,
+                                         to + keys.begin * grad.row, grad.row, 0);
     });
   };
   if (g.grad_value.data)
@@ -209,7 +213,10 @@ void add_dirty_gradients(const Attention& a, const AttentionGrad& g, const TileP
   }
   clean_copy<K>(tile.query, a.query.row, rows, d, w.clean);
   pack_rows<K>(w.clean, d, rows, d, w.query_rows, ld);
-  add_key_gradients<K>(a, g, tile, w);
+  TilePlace<K> clean = tile;
+  clean.query_rows = {w.query_rows, ld};
+  clean.grad_out_rows = {w.grad_out_rows, ldv};
+  add_key_gradients<K>(a, g, clean, w);
   if (g.grad_value.data)
     add_nonfinite_rows<K>(w.p, w.bits, tile.grad_out, g.grad_out.row, rows, keys, dv,
                           w.grad_value + tile.at * ldv, ldv);

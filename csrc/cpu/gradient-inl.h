@@ -246,8 +246,8 @@ void gradient_rows(int64_t vectors, int64_t keys, double keep_scale, GradScratch
 // are 0, whatever they hold.
 template <class K>
 Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
-                         int64_t q0, int64_t rows, int64_t k0, int64_t keys, Operand key_rows,
-                         Operand value_rows, GradScratch<K>& w) {
+                         int64_t q0, int64_t rows, int64_t k0, int64_t keys,
+                         const Operand& key_rows, const Operand& value_rows, GradScratch<K>& w) {
   Visibility visible = visibility_of<K>(a, b, h, q0, rows, k0, keys, w.bits);
   if (visible == Visibility::kEmpty) return visible;
   w.bands = find_bands<K>(a, b, q0, rows, k0, keys, w.bands_storage) ? w.bands_storage : nullptr;

@@ -102,7 +102,7 @@ struct MultiplyTiles : PairUnits<16> {
 
   // t is contiguous in A: columns_operand packs the transpose.
   template <Update kC>
-  static void product(Operand a, int64_t rows, int64_t count, const Unit* x, int64_t ldx,
+  static void product(const Operand& a, int64_t rows, int64_t count, const Unit* x, int64_t ldx,
                       int64_t vectors, float* c, int64_t ldc) {
     for (int64_t m = 0; m < rows; m += 32) {
       const Operand part{a.data + m * a.m_stride, a.m_stride, a.t_stride};

@@ -19,8 +19,8 @@ void scale_lanes(const typename K::T* factor, int64_t keys, int64_t vectors, typ
 // P of a block of queries, dropped, in w.s, and lse. Whether some pairs are hidden; then w.bits
 // says which.
 template <class K>
-bool one_tile_weights(const Attention& a, int64_t b, int64_t h, Operand key_rows, QueryBlock<K>& q,
-                      ForwardScratch<K>& w) {
+bool one_tile_weights(const Attention& a, int64_t b, int64_t h, const Operand& key_rows,
+                      QueryBlock<K>& q, ForwardScratch<K>& w) {
   using T = typename K::T;
   using X = typename K::X;
   for (int64_t r = 0; r < q.vectors * K::kLanes; r++) {
@@ -41,8 +41,10 @@ bool one_tile_weights(const Attention& a, int64_t b, int64_t h, Operand key_rows
   }
   const int64_t at = (b * a.heads + h) * a.queries + q.q0;
   T high[kRow], low[kRow];
-  // Logarithms are taken in doubles: whole vectors of these, of lanes that are set.
-  add_logs(min_of(round_up(q.rows, 4), q.vectors * K::kLanes), q.m, q.l, -(T)INFINITY, high, low);
+  // Logarithms are taken in doubles: in whole turns of the compiler's loop, of lanes that are set.
+  constexpr int64_t kTurn = X::kRegisters == 32 ? 16 : 4;
+  add_logs(min_of(round_up(q.rows, kTurn), q.vectors * K::kLanes), q.m, q.l, -(T)INFINITY, high,
+           low);
   for (int64_t r = 0; r < q.rows; r += K::kLanes) {
     store_up_to<X>((T*)a.lse + at + r, X::load(high + r), q.rows - r);
     store_up_to<X>((T*)a.lse_low + at + r, X::load(low + r), q.rows - r);

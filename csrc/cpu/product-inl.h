@@ -5,7 +5,9 @@
 namespace mha_ext::cpu {
 namespace {
 
-struct Operand {  // A(m, t) at data + m * m_stride + t * t_stride, strides in bytes
+// A(m, t) at data + m * m_stride + t * t_stride, strides in bytes. Functions take it by reference:
+// a copy reads at once what has just been written in parts, for which a processor waits.
+struct Operand {
   const char* data;
   int64_t m_stride, t_stride;
 };
@@ -177,11 +179,12 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC, bool kAs
 // All m for NV vectors of lanes. 24 (with 16 registers: 12) sums in flight hide the latency of the
 // multiply-add. The largest pieces ask ahead.
 template <class X, class Dot, int NV, Contiguous kA, Update kC>
-__attribute__((noinline)) void panel(Operand a, int64_t rows, int64_t count,
+__attribute__((noinline)) void panel(const Operand& from, int64_t rows, int64_t count,
                                      const typename Dot::Unit* x, int64_t ldx, typename X::T* c,
                                      int64_t ldc, Ahead* ahead, typename X::T factor,
                                      typename X::T* top) {
   constexpr int kMost = X::kRegisters == 32 ? (NV == 4 ? 6 : NV == 3 ? 8 : 12) : (NV == 2 ? 6 : 12);
+  Operand a = from;
   const int64_t m_stride = kA == Contiguous::kAlongM ? (int64_t)sizeof(*x) : a.m_stride;
   const auto at_a_time = [&]<int kRows>() __attribute__((always_inline)) {
     while (rows >= kRows) {
@@ -218,7 +221,7 @@ __attribute__((noinline)) void panel(Operand a, int64_t rows, int64_t count,
 }
 
 template <class X, class Dot, Contiguous kA, Update kC>
-void product_vectors(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x,
+void product_vectors(const Operand& a, int64_t rows, int64_t count, const typename Dot::Unit* x,
                      int64_t ldx, int64_t vectors, typename X::T* c, int64_t ldc, Ahead* ahead,
                      typename X::T factor, typename X::T* top) {
   const auto panels = [&]<int NV>() {
@@ -237,8 +240,8 @@ void product_vectors(Operand a, int64_t rows, int64_t count, const typename Dot:
 
 // C[0:rows, 0:vectors * lanes], `count` units along t.
 template <class X, class Dot, Contiguous kA, Update kC>
-void product(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x, int64_t ldx,
-             int64_t vectors, typename X::T* c, int64_t ldc, Ahead* ahead = nullptr,
+void product(const Operand& a, int64_t rows, int64_t count, const typename Dot::Unit* x,
+             int64_t ldx, int64_t vectors, typename X::T* c, int64_t ldc, Ahead* ahead = nullptr,
              typename X::T factor = 1, typename X::T* top = nullptr) {
   if constexpr (Dot::kRowBlock > 1)  // a matrix unit does whole tiles
     Dot::template product<kC>(a, rows, count, x, ldx, vectors, c, ldc);
@@ -248,7 +251,7 @@ void product(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x
 
 // The same for `columns` lanes, of vectors or of halves.
 template <class X, class Dot, Contiguous kA, Update kC>
-void product_columns(Operand a, int64_t rows, int64_t count, const typename Dot::Unit* x,
+void product_columns(const Operand& a, int64_t rows, int64_t count, const typename Dot::Unit* x,
                      int64_t ldx, int64_t columns, typename X::T* c, int64_t ldc, Ahead* ahead) {
   if constexpr (has_half<X> && Dot::kRowBlock == 1) {
     const int64_t whole = columns / X::kLanes, at = whole * X::kLanes, left = columns - at;

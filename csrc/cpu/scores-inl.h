@@ -29,9 +29,9 @@ void pack_query(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t ro
 // chain. `top`, where it is set (one piece, unscaled), rises to the largest of each lane.
 constexpr int64_t kScorePiece = 128;
 template <class K, bool kScaled = false>
-void score_product(Operand rows, int64_t keys, int64_t columns, const typename K::Unit* lanes,
-                   int64_t vectors, typename K::T* tile, Ahead* ahead = nullptr,
-                   typename K::T factor = 1, typename K::T* top = nullptr) {
+void score_product(const Operand& rows, int64_t keys, int64_t columns,
+                   const typename K::Unit* lanes, int64_t vectors, typename K::T* tile,
+                   Ahead* ahead = nullptr, typename K::T factor = 1, typename K::T* top = nullptr) {
   constexpr Update kFirst = kScaled ? Update::kStoreScaled : Update::kStore;
   constexpr Update kRest = kScaled ? Update::kAddScaled : Update::kAddSum;
   using X = typename K::X;
@@ -235,7 +235,7 @@ void few_scores_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64
 
 // score_product of each band; what no band needs is left as it is.
 template <class K, bool kScaled = false>
-void score_product_bands(const Range* bands, Operand rows, int64_t keys, int64_t columns,
+void score_product_bands(const Range* bands, const Operand& rows, int64_t keys, int64_t columns,
                          const typename K::Unit* lanes, int64_t vectors, typename K::T* tile,
                          Ahead* ahead = nullptr, typename K::T factor = 1,
                          typename K::T* top = nullptr) {
@@ -292,7 +292,7 @@ bool scores_are_product(const Attention& a, const Range* bands) {
 // hidden pairs too.
 template <class K>
 Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
-                  int64_t keys, const typename K::Unit* query_lanes, Operand key_rows,
+                  int64_t keys, const typename K::Unit* query_lanes, const Operand& key_rows,
                   Visibility visible, uint64_t* bits, typename K::T* s, typename K::T* scratch,
                   Ahead* ahead = nullptr, const Range* bands = nullptr,
                   typename K::T* top = nullptr) {

@@ -11,8 +11,8 @@ inline bool moves_scores(const AttentionTangent& t) {
 
 // tile += what score_product stores.
 template <class K>
-void add_score_product(Operand rows, int64_t keys, int64_t columns, const typename K::Unit* lanes,
-                       int64_t vectors, typename K::T* tile) {
+void add_score_product(const Operand& rows, int64_t keys, int64_t columns,
+                       const typename K::Unit* lanes, int64_t vectors, typename K::T* tile) {
   constexpr int64_t kPiece = 128 / K::Dot::kStep;
   const int64_t units = units_of<K>(columns);
   for (int64_t i = 0; i < units; i += kPiece) {
@@ -24,9 +24,10 @@ void add_score_product(Operand rows, int64_t keys, int64_t columns, const typena
 
 // tile = first product (+ second product), of those that are there.
 template <class K>
-void two_score_products(bool first, Operand first_rows, const typename K::Unit* first_lanes,
-                        bool second, Operand second_rows, const typename K::Unit* second_lanes,
-                        int64_t keys, int64_t columns, int64_t vectors, typename K::T* tile) {
+void two_score_products(bool first, const Operand& first_rows, const typename K::Unit* first_lanes,
+                        bool second, const Operand& second_rows,
+                        const typename K::Unit* second_lanes, int64_t keys, int64_t columns,
+                        int64_t vectors, typename K::T* tile) {
   if (first) score_product<K>(first_rows, keys, columns, first_lanes, vectors, tile);
   if (!second) return;
   if (first)
@@ -39,8 +40,8 @@ void two_score_products(bool first, Operand first_rows, const typename K::Unit* 
 template <class K>
 void scores_tangent(const Attention& a, const AttentionTangent& t, int64_t b, int64_t h, int64_t q0,
                     int64_t rows, int64_t k0, int64_t keys, const typename K::Unit* query,
-                    const typename K::Unit* query_tangent, Operand key_rows,
-                    Operand key_tangent_rows, typename K::T* s, typename K::T* scratch) {
+                    const typename K::Unit* query_tangent, const Operand& key_rows,
+                    const Operand& key_tangent_rows, typename K::T* s, typename K::T* scratch) {
   using X = typename K::X;
   const int64_t vectors = vectors_of<K>(rows);
   two_score_products<K>(t.query.data, key_rows, query_tangent, t.key.data, key_tangent_rows, query,

@@ -196,6 +196,23 @@ Operand rows_operand(const typename K::S* from, int64_t stride, int64_t rows, in
   }
 }
 
+// Rows as X with t = row, lanes along the width: `ld` units from one to the next.
+template <class K>
+struct VectorRows {
+  const typename K::Unit* data;
+  int64_t ld;
+};
+// In place, where that is whole vectors, or packed. `tiles` of keys read them.
+template <class K>
+VectorRows<K> vectors_operand(const typename K::S* from, int64_t stride, int64_t rows,
+                              int64_t columns, typename K::Unit* scratch, int64_t tiles) {
+  if constexpr (K::kInPlace)
+    if (K::in_place(stride, columns, tiles) && columns % K::kLanes == 0) return {from, stride};
+  const int64_t ld = padded<K>(columns);
+  pack_rows<K>(from, stride, rows, columns, scratch, ld);
+  return {scratch, ld};
+}
+
 // K or V as A with t = row.
 template <class K>
 Operand columns_operand(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns,

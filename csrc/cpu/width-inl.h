@@ -116,18 +116,18 @@ void width_product(const WidthRows<K>& x, const typename K::T* tile, typename K:
 // All columns for kRows rows; the last vectors are moved back, as in for_vectors. Where half a
 // vector is enough for the last columns, and half the work, it is one.
 template <class K, Contiguous kA, int kRows>
-void width_columns(const WidthRows<K>& x, const typename K::T* tile, typename K::S* to,
-                   int64_t to_stride, int64_t to_next) {
+void width_columns(const WidthRows<K>& x, int64_t next, const typename K::T* tile,
+                   typename K::S* to, int64_t to_stride, int64_t to_next) {
   using X = typename K::X;
   using Half = typename X::Half;
   constexpr int64_t kLanes = X::kLanes;
   constexpr int64_t kHalf = K::kInPlace && has_half<X> ? Half::kLanes : 0;
-  if (x.columns < kLanes)
-    return width_product<K, X, kA, kRows, 1, false, true>(x, tile, to, to_stride, to_next, 0);
-  int64_t d = 0;
   const auto from = [&](int64_t at) {
-    return WidthRows<K>{x.data + at, x.stride, x.count, x.columns, x.next};
+    return WidthRows<K>{x.data + at, x.stride, x.count, x.columns, next};
   };
+  if (x.columns < kLanes)
+    return width_product<K, X, kA, kRows, 1, false, true>(from(0), tile, to, to_stride, to_next, 0);
+  int64_t d = 0;
   const auto some = [&]<int kVectors>() __attribute__((always_inline)) {
     constexpr int64_t kWidth = kVectors * kLanes;
     if constexpr (kHalf > 0 && kVectors < 4)
@@ -156,17 +156,18 @@ void width_columns(const WidthRows<K>& x, const typename K::T* tile, typename K:
     }
 }
 
-// All rows, in equal groups.
+// All rows, in equal groups. (x by reference, as Operand is.)
 template <class K, Contiguous kA>
-void width_rows(WidthRows<K> x, int64_t rows, const typename K::T* tile, typename K::S* to,
+void width_rows(const WidthRows<K>& x, int64_t rows, const typename K::T* tile, typename K::S* to,
                 int64_t to_stride, int64_t to_next) {
   if (rows == 0) return;
   const int64_t part = ceil_div(rows, ceil_div(rows, kWidthGroup));
+  int64_t next = x.next, then = x.then;
   const auto some = [&]<int kRows>() __attribute__((always_inline)) {
     for (; part >= kRows && rows >= kRows; rows -= kRows) {
-      width_columns<K, kA, kRows>(x, tile, to, to_stride, to_next);
-      x.next = x.then;
-      x.then = 0;
+      width_columns<K, kA, kRows>(x, next, tile, to, to_stride, to_next);
+      next = then;
+      then = 0;
       tile += kRows * (kA == Contiguous::kAlongM ? 1 : kRow);
       to += kRows * to_stride;
     }
