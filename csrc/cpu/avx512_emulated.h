@@ -13,6 +13,7 @@
 #undef _mm512_cvtps_ph
 #undef _mm512_extracti64x4_epi64
 #undef _mm512_permute_pd
+#undef _mm512_reduce_ps
 #undef _mm512_permute_ps
 #undef _mm512_shuffle_f32x4
 #undef _mm512_shuffle_f64x2
@@ -22,6 +23,7 @@
 #define _mm512_cvtps_ph(a, rounding) emulated_cvtps_ph<rounding>(a)
 #define _mm512_extracti64x4_epi64(a, which) emulated_half<__m256i, which>(a)
 #define _mm512_permute_pd(a, order) emulated_permute_pd<order>(a)
+#define _mm512_reduce_ps(a, rounding) emulated_reduce_ps<rounding>(a)
 #define _mm512_permute_ps(a, order) emulated_permute_ps<order>(a)
 #define _mm512_shuffle_f32x4(a, b, order) emulated_shuffle_quarters<order>(a, b)
 #define _mm512_shuffle_f64x2(a, b, order) emulated_shuffle_quarters<order>(a, b)
@@ -158,6 +160,7 @@ INLINE __m512 _mm512_setzero_ps() { return __m512{}; }
 INLINE __m512d _mm512_setzero_pd() { return __m512d{}; }
 INLINE __m512 _mm512_set1_ps(float x) { return x - __m512{}; }
 INLINE __m512d _mm512_set1_pd(double x) { return x - __m512d{}; }
+INLINE __m512i _mm512_set1_epi8(char x) { return (__m512i)(EmulatedU8{} + (uint8_t)x); }
 INLINE __m512i _mm512_set1_epi32(int x) { return (__m512i)(x - EmulatedI32{}); }
 INLINE __m512i _mm512_setr_epi32(int a, int b, int c, int d, int e, int f, int g, int h, int i,
                                  int j, int k, int l, int m, int n, int o, int p) {
@@ -194,11 +197,15 @@ INLINE __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
           __attribute__((always_inline)) { return _mm256_fmadd_ps(x, y, z); },
       a, b, c);
 }
+INLINE __m512 _mm512_fmsub_ps(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, -c); }
 INLINE __m512d _mm512_fmadd_pd(__m512d a, __m512d b, __m512d c) {
   return emulated_halves<__m256d>(
       [](__m256d x, __m256d y, __m256d z)
           __attribute__((always_inline)) { return _mm256_fmadd_pd(x, y, z); },
       a, b, c);
+}
+INLINE __m512d _mm512_fmsub_pd(__m512d a, __m512d b, __m512d c) {
+  return _mm512_fmadd_pd(a, b, -c);
 }
 // The second where either is NaN.
 INLINE __m512d _mm512_max_pd(__m512d a, __m512d b) {
@@ -332,6 +339,35 @@ INLINE __m512i _mm512_permutexvar_epi16(__m512i order, __m512i a) {
   EmulatedU16 v = {};
   for (int i = 0; i < 32; i++) v[i] = from[at[i] & 31];
   return (__m512i)v;
+}
+INLINE __m512d _mm512_permutex2var_pd(__m512d a, __m512i order, __m512d b) {
+  return (__m512d)_mm512_permutex2var_epi64((__m512i)a, order, (__m512i)b);
+}
+INLINE __m512i _mm512_shuffle_epi8(__m512i v, __m512i order) {
+  return emulated_join<__m512i>(
+      _mm256_shuffle_epi8(emulated_half<__m256i, 0>(v), emulated_half<__m256i, 0>(order)),
+      _mm256_shuffle_epi8(emulated_half<__m256i, 1>(v), emulated_half<__m256i, 1>(order)));
+}
+
+// x - floor(x), 0 for an infinite x; and x 2^floor(y).
+template <int kRounding>
+INLINE __m512 emulated_reduce_ps(__m512 x) {
+  static_assert(kRounding == _MM_FROUND_TO_NEG_INF);
+  for (int i = 0; i < 16; i++) x[i] = __builtin_isinf(x[i]) ? 0 : x[i] - floorf(x[i]);
+  return x;
+}
+template <class T>
+INLINE T emulated_scale(T x, T y) {
+  const T most = 4096;  // either way out of reach
+  return y != y ? y : (T)ldexp(x, (int)floor(y < -most ? -most : y > most ? most : y));
+}
+INLINE __m512 _mm512_maskz_scalef_ps(__mmask16 k, __m512 x, __m512 y) {
+  for (int i = 0; i < 16; i++) x[i] = k >> i & 1 ? emulated_scale<float>(x[i], y[i]) : 0;
+  return x;
+}
+INLINE __m512d _mm512_maskz_scalef_pd(__mmask8 k, __m512d x, __m512d y) {
+  for (int i = 0; i < 8; i++) x[i] = k >> i & 1 ? emulated_scale<double>(x[i], y[i]) : 0;
+  return x;
 }
 
 // From type to type.

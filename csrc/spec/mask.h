@@ -53,10 +53,10 @@ HOST_DEVICE void transpose_bits(uint64_t* words) {
     }
 }
 
-// What a processor may have instructions for: bit j of nonzero is whether byte j of 64 is.
+// What a processor may have instructions for: `nonzero`, whose bit j says whether byte j of 64 is,
+// and `transpose`, which is transpose_bits.
 struct PlainBytes {
-  static constexpr bool kWhole = false;  // whether `nonzero(const char*)` exists
-  HOST_DEVICE void transpose(uint64_t* words) { transpose_bits(words); }
+  static constexpr bool kWhole = false;  // whether these exist
 };
 
 // Visibility of up to 64 keys of one query in the mask tensor: bit j = key j.
@@ -127,7 +127,10 @@ HOST_DEVICE Visibility tile_visibility(const Attention& a, int64_t b, int64_t h,
       if (!any) return Visibility::kEmpty;
       if (band_full && every_row == first_bits(keys)) return Visibility::kFull;
       for (int64_t r = rows; r < 64; r++) bits[r] = 0;
-      Bytes::transpose(bits);
+      if constexpr (Bytes::kWhole)
+        Bytes::transpose(bits);
+      else
+        transpose_bits(bits);
     }
   } else {
     for (int64_t j = 0; j < keys; j++) bits[j] = every;
