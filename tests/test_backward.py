@@ -257,6 +257,40 @@ def test_gradients_have_the_layout_of_a_projection() -> None:
         assert found[name].transpose(1, 2).is_contiguous(), name
 
 
+@pytest.mark.parametrize("length", [70, 130, 260])
+@pytest.mark.parametrize("heads, width", [(1, 64), (3, 64), (3, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_what_a_mask_hides_in_rows_that_products_read(
+    length: int, heads: int, width: int, dtype: torch.dtype
+) -> None:
+    """Rows in one piece and far apart, whole vectors and parts, few blocks of queries and many: whether
+    a kernel reads them where they are or packs them, what is hidden changes no bit."""
+    generator = torch.Generator().manual_seed(length + width)
+
+    def random() -> Tensor:
+        return torch.randn(1, length, heads, width, dtype=dtype, generator=generator)
+
+    mask = torch.rand(length, length, generator=generator) < 0.6
+    mask[:, [5, length - 1]] = False
+    mask[[7, length - 2]] = False
+    given = [random() for _ in range(4)]
+
+    def gradients(hidden: float) -> list[Tensor]:
+        query, key, value, grad_out = (t.clone() for t in given)
+        for rows in (query, grad_out):
+            rows[:, [7, length - 2]] = hidden
+        for rows in (key, value):
+            rows[:, [5, length - 1]] = hidden
+        leaves = [t.transpose(1, 2).requires_grad_() for t in (query, key, value)]
+        out = mha_ext.attention(*leaves, mask=mask)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.transpose(1, 2))]
+
+    expected = gradients(0.0)
+    for hidden in (torch.nan, torch.inf):
+        for found, wanted in zip(gradients(hidden), expected):
+            assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("empty_rows", ["zero", "uniform"])
 def test_finite_differences(empty_rows: str) -> None:
     """The gradients are those of the numbers that forward gives."""
