@@ -124,6 +124,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
                            ? w.total
                            : (T*)sums + ((h - kv * group) * blocks + block) * query_sum_size(a);
       bool skipped = false;
+      const int64_t stop = min_of(end, part.last * ranges.size);
       for (int64_t range = part.first; range < part.last; range++) {
         const int64_t from = range * ranges.size, to = min_of(end, from + ranges.size);
         // The first sum of all is the total; a range of one tile is added to it by the product,
@@ -149,6 +150,10 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
                 grad_out_in = vectors_operand<K>(grad_out, g.grad_out.row, rows, a.value_dim,
                                                  w.grad_out_rows, tiles);
             }
+            loaded = true;
+          }
+          // Before the last tile of keys: what is asked for earlier may be gone again.
+          if (k0 + kTile >= min_of(seen.end, stop)) {
             if (writes_query) ask_rows<K>(g.grad_query, b, h, q0, a.queries, a.head_dim, w.ahead);
             if (block + 1 < blocks)
               ask_queries(b, h, q0 + kTile);
@@ -156,7 +161,6 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
               ask_queries(b, h + 1, 0);
             else if (next.batch < a.batch)
               ask_queries(next.batch, next.kv_head * group, 0);
-            loaded = true;
           }
           if (last) {
             ask_rows<K>(g.grad_key, b, kv, k0, end, a.head_dim, w.ahead);

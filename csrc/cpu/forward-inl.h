@@ -24,6 +24,15 @@ int64_t block_state_bytes(const Attention& a) {
   return (2 + a.value_dim) * kRow * (int64_t)sizeof(typename K::T);
 }
 
+// Bytes of the longest rows that are asked for ahead.
+template <class K>
+constexpr int64_t longest_asked() {
+  if constexpr (requires { K::X::kLongestAsked; })
+    return K::X::kLongestAsked;
+  else
+    return Ahead::kLongest;
+}
+
 template <class K>
 struct ForwardScratch {
   using T = typename K::T;
@@ -35,7 +44,7 @@ struct ForwardScratch {
   typename K::S* clean;
   char* sums;  // states of the blocks over the ranges of keys that are done
   Range bands[kMostBands];
-  Ahead ahead;
+  Ahead ahead{longest_asked<K>()};
 
   ForwardScratch(const Attention& a, Arena& arena) {
     for (int64_t i = 0; i < min_of(kGroup, max_of(1, ceil_div(a.queries, kTile))); i++) {

@@ -18,10 +18,16 @@ constexpr int64_t kLine = 64;  // bytes that memory hands over together
 // lines and hold up everything else; so products ask for a line with each step.
 class Ahead {
  public:
+  // Hardware foresees most of a row that is longer than this.
+  static constexpr int64_t kLongest = 512;
+  // `longest`: rows of up to so many bytes are asked for all the same, but not where they lie whole
+  // pairs of pages apart: such lines share few sets of a cache.
+  explicit Ahead(int64_t longest = kLongest) : longest_(longest) {}
   // `rows` rows of `bytes` bytes, `stride` bytes apart; forgotten where many are waiting, and where
-  // rows are so long that hardware foresees most of a row.
+  // rows are too long.
   void add(const void* first, int64_t stride, int64_t bytes, int64_t rows) {
-    if (rows > 0 && bytes > 0 && bytes <= kLongest && end_ - begin_ < kMost)
+    const int64_t longest = stride % kTwoPages == 0 ? kLongest : longest_;
+    if (rows > 0 && bytes > 0 && bytes <= longest && end_ - begin_ < kMost)
       pieces_[end_++ % kMost] = {(const char*)first, stride, bytes, rows};
   }
   bool waiting() const { return begin_ != end_ || at_ != last_; }
@@ -45,7 +51,7 @@ class Ahead {
     if (--piece.rows <= 0) begin_++;
   }
 
-  static constexpr int64_t kLongest = 512;
+  static constexpr int64_t kTwoPages = 8192;
   static constexpr unsigned kMost = 16;
   struct Piece {
     const char* row;
@@ -54,6 +60,7 @@ class Ahead {
   Piece pieces_[kMost];
   unsigned begin_ = 0, end_ = 0;
   const char *at_ = nullptr, *last_ = nullptr;
+  int64_t longest_;
 };
 
 // Whether half a vector is less work than a whole one.
