@@ -124,7 +124,6 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
                            ? w.total
                            : (T*)sums + ((h - kv * group) * blocks + block) * query_sum_size(a);
       bool skipped = false;
-      const int64_t stop = min_of(end, part.last * ranges.size);
       for (int64_t range = part.first; range < part.last; range++) {
         const int64_t from = range * ranges.size, to = min_of(end, from + ranges.size);
         // The first sum of all is the total; a range of one tile is added to it by the product,
@@ -153,7 +152,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
             loaded = true;
           }
           // Before the last tile of keys: what is asked for earlier may be gone again.
-          if (k0 + kTile >= min_of(seen.end, stop)) {
+          if (k0 + kTile >= min_of(seen.end, end)) {
             if (writes_query) ask_rows<K>(g.grad_query, b, h, q0, a.queries, a.head_dim, w.ahead);
             if (block + 1 < blocks)
               ask_queries(b, h, q0 + kTile);
