@@ -56,7 +56,7 @@ bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, in
       !(all_finite<K>(query, a.query.row, rows, d) && all_finite<K>(key, a.key.row, keys, d) &&
         (!grads || all_finite<K>(grad_out, g.grad_out.row, rows, dv)));
   const auto to_next = [&](const Rows& t, const void* here) {
-    return ahead ? bytes_to<K>(t, next.batch, next.kv_head, here) : 0;
+    return ahead ? bytes_to<K>(t, next.batch, next.kv_head, 0, here) : 0;
   };
   const auto read = [&](const S* data, const Rows& t, int64_t count, int64_t columns) {
     return WidthRows<K>{data, t.row, count, columns, to_next(t, data)};

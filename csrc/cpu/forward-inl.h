@@ -13,7 +13,13 @@ struct QueryBlock {
   Range seen;
   bool packed;   // query holds it
   bool started;  // has met a tile: before that, out holds nothing
+  bool by_rows;  // the sums are in ForwardScratch::sum_rows meanwhile
 };
+
+// Few queries leave lanes empty: then the lanes of P V lie along the width, which adds the same
+// numbers in the same order.
+template <class K>
+constexpr int64_t kMostByRows = K::kPairs ? 0 : K::kLanes * 3 / 2;  // less than a band
 
 // Blocks that share what is packed of K and V.
 constexpr int64_t kGroup = 8;
@@ -40,6 +46,7 @@ struct ForwardScratch {
   QueryBlock<K> blocks[kGroup];
   Unit *key, *value, *pairs;
   T *s, *top, *extra;
+  T* sum_rows;  // [rows][padded value_dim], of one block at a time
   uint64_t *bits, *keep;
   typename K::S* clean;
   char* sums;  // states of the blocks over the ranges of keys that are done
@@ -62,6 +69,7 @@ struct ForwardScratch {
     extra = arena.take<T>(
         max_of(a.bias.data ? kTile : 0, a.uniform_empty_rows ? height_of<K>(a.value_dim) : 0) *
         kRow);
+    sum_rows = arena.take<T>(kMostByRows<K> * padded<K>(a.value_dim));
     bits = arena.take<uint64_t>(kTile);
     keep = arena.take<uint64_t>(kTile);
     clean = arena.take<typename K::S>(kTile * a.value_dim);
@@ -116,6 +124,45 @@ void add_values(const Attention& a, const typename K::S* value, Operand columns,
   }
 }
 
+// The same for a block whose sums lie in w.sum_rows. `next`, `then`: as in WidthRows.
+template <class K>
+void add_values_by_rows(const Attention& a, const typename K::S* value, int64_t next, int64_t then,
+                        const QueryBlock<K>& q, int64_t keys, const Range* bands, bool dirty,
+                        ForwardScratch<K>& w) {
+  const int64_t width = a.value_dim, ld = padded<K>(width);
+  const Range seen = bands ? bands[0] : Range{0, keys};
+  WidthRows<K> rows{value, a.value.row, seen.end - seen.begin, width, next, then};
+  if (dirty) {
+    clean_copy<K>(value, a.value.row, keys, width, w.clean);
+    rows = {w.clean, width, seen.end - seen.begin, width};
+  }
+  rows.data += seen.begin * rows.stride;
+  const auto add = q.started ? width_rows<K, Contiguous::kAlongM, true, typename K::T>
+                             : width_rows<K, Contiguous::kAlongM, false, typename K::T>;
+  add(rows, q.rows, w.s + seen.begin * kRow, w.sum_rows, ld, 0);
+  if (dirty) add_nonfinite_queries<K>(w.s, w.bits, value, a.value.row, keys, width, w.sum_rows, ld);
+}
+
+// The rows of w.sum_rows, where the maximum of their queries has grown from `old`.
+template <class K>
+void rescale_rows(const QueryBlock<K>& q, const typename K::T* old, int64_t width,
+                  typename K::T* sum_rows) {
+  using X = typename K::X;
+  typename K::T factor[kRow];
+  uint64_t any = 0;
+  for (int64_t i = 0; i < q.vectors * K::kLanes; i += K::kLanes) {
+    const typename X::V raised = X::load(q.m + i), before = X::load(old + i);
+    const typename X::M grows = X::gt(raised, before);
+    X::store(factor + i, X::select(grows, exp_of<X>(X::sub(before, raised)), X::set(1)));
+    any |= X::bits(grows) << i;
+  }
+  for (; any; any &= any - 1) {
+    const int64_t r = __builtin_ctzll(any);
+    typename K::T* const sum = sum_rows + r * padded<K>(width);
+    if (r < q.rows) scale_out<X>(sum, 0, factor[r], 1, padded<K>(width), sum, 0);
+  }
+}
+
 // Asks for rows [first, first + 64) of a head, to be there when their turn comes; for none where
 // there is no tensor.
 template <class K>
@@ -125,21 +172,14 @@ void ask_rows(const Rows& t, int64_t b, int64_t h, int64_t first, int64_t last, 
   if (!t.data) return;
   ahead.add(row_of<K>(t, b, h, first), t.row * kItem, width * kItem, min_of(kTile, last - first));
 }
-template <class K>
-void ask_keys(const Attention& a, int64_t b, int64_t h, int64_t first, bool with_values,
-              Ahead& ahead) {
-  ask_rows<K>(a.key, b, kv_head(a, h), first, a.keys, a.head_dim, ahead);
-  if (with_values) ask_rows<K>(a.value, b, kv_head(a, h), first, a.keys, a.value_dim, ahead);
-}
-// The next head is what this thread will most likely work on next.
-template <class K>
-void ask_next_head(const Attention& a, int64_t b, int64_t h, bool with_values, Ahead& ahead) {
-  if (++h == a.heads) {
-    h = 0;
-    if (++b == a.batch) return;
-  }
-  ask_rows<K>(a.query, b, h, 0, a.queries, a.head_dim, ahead);
-  ask_keys<K>(a, b, h, 0, with_values, ahead);
+// What this thread will most likely work on next.
+struct NextHead {
+  int64_t batch, head;
+  bool other_keys;  // than this one's
+};
+inline NextHead head_after(const Attention& a, int64_t b, int64_t h) {
+  const bool last = h + 1 == a.heads;
+  return {last ? b + 1 : b, last ? 0 : h + 1, last || (h + 1) % (a.heads / a.kv_heads) == 0};
 }
 
 // m, l and (with_values) the unnormalised output of queries [q0, q0 + rows), up to kGroup blocks,
@@ -157,6 +197,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     q.rows = min_of(kTile, q0 + rows - q.q0);
     q.vectors = vectors_of<K>(q.rows);
     q.started = q.packed = false;
+    q.by_rows = with_values && q.rows <= kMostByRows<K>;
     q.seen = seen_by_any(a, b, q.q0, q.q0 + q.rows - 1);
     if (q.seen.begin < q.seen.end)
       seen = {min_of(seen.begin, q.seen.begin), max_of(seen.end, q.seen.end)};
@@ -166,10 +207,21 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     }
   }
   seen = {max_of(seen.begin / kTile * kTile, range.begin), min_of(seen.end, range.end)};
+  // One block of few queries asks for values beside those that it reads, and for keys beside those
+  // that it reads once more.
+  const bool alone = w.blocks[0].by_rows;
+  const bool keys_beside =
+      alone && rows > kWidthGroup && a.key.row == a.value.row && a.head_dim == a.value_dim;
+  const NextHead next = head_after(a, b, h);
+  const auto ask_tile = [&](int64_t batch, int64_t kv_head, int64_t first) {
+    if (!keys_beside) ask_rows<K>(a.key, batch, kv_head, first, a.keys, a.head_dim, w.ahead);
+    if (!alone) ask_rows<K>(a.value, batch, kv_head, first, a.keys, value_dim, w.ahead);
+  };
   for (int64_t k0 = seen.begin; k0 < seen.end; k0 += kTile) {
     const int64_t keys = min_of(kTile, a.keys - k0);
     const typename K::S* value = row_of<K>(a.value, b, kv, k0);
     Operand key_rows, value_columns;
+    T old[kRow];
     bool packed = false, checked = false, finite = true;
     for (int64_t i = 0; i < count; i++) {
       QueryBlock<K>& q = w.blocks[i];
@@ -187,14 +239,17 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       if (!packed) {
         key_rows =
             rows_operand<K>(row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, w.key, count);
-        if (with_values)
+        if (with_values && !q.by_rows)
           value_columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value, count);
         packed = true;
-        if (k0 + kTile < seen.end) ask_keys<K>(a, b, h, k0 + kTile, with_values, w.ahead);
+        if (k0 + kTile < seen.end) ask_tile(b, kv, k0 + kTile);
       }
       if (k0 + kTile >= q.seen.end) {
         if (with_values) ask_rows<K>(a.out, b, h, q.q0, q0 + rows, a.value_dim, w.ahead);
-        if (q0 == 0 && i + 1 == count) ask_next_head<K>(a, b, h, with_values, w.ahead);
+        if (q0 == 0 && i + 1 == count && next.batch < a.batch) {
+          ask_rows<K>(a.query, next.batch, next.head, 0, a.queries, a.head_dim, w.ahead);
+          if (next.other_keys) ask_tile(next.batch, kv_head(a, next.head), 0);
+        }
       }
       const Range* const bands =
           find_bands<K>(a, b, q.q0, q.rows, k0, keys, w.bands) ? w.bands : nullptr;
@@ -203,12 +258,12 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
                           w.extra, &w.ahead, bands, top);
       const bool partial = visible == Visibility::kPartial;
       const Seen hidden{partial ? w.bits : nullptr};
+      const int64_t rescaled = q.started && !q.by_rows ? value_dim : 0;
+      if (q.by_rows) __builtin_memcpy(old, q.m, sizeof old);
       const bool paired =
           K::kPairs && with_values && !partial && !bands && keys == kTile && !a.dropout.seed;
       if constexpr (K::kPairs) {
-        if (paired)
-          softmax_pairs<K>(q.vectors, q.started, w.s, q.m, q.l, q.out, q.started ? value_dim : 0,
-                           w.pairs);
+        if (paired) softmax_pairs<K>(q.vectors, q.started, w.s, q.m, q.l, q.out, rescaled, w.pairs);
       }
       if (!paired)
         for_bands<K>(bands, keys, q.vectors, [&](Range seen, int64_t first, int64_t count) {
@@ -216,7 +271,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
           if (seen.begin < seen.end)
             softmax_tile<K>(seen.end - seen.begin, count, w.s + seen.begin * kRow + lane, top,
                             hidden.from(seen.begin, lane), q.m + lane, q.l + lane, q.out + lane,
-                            q.started ? value_dim : 0);
+                            rescaled);
         });
       if (!with_values) continue;
       if (partial && !checked) {
@@ -227,11 +282,30 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
         dropout_tile<K>(a, b, h, q.q0, q.rows, k0, keys, w.keep);
         select_tile<K>(w.keep, keys, q.vectors, 0, w.s);
       }
-      add_values<K>(a, value, value_columns, q.vectors, keys, bands, partial && !finite, q.started,
-                    paired, w, q.out);
+      const bool dirty = partial && !finite;
+      if (q.by_rows) {
+        const bool goes_on = k0 + kTile < seen.end, known = goes_on || next.batch < a.batch;
+        const auto to_next = [&](const Rows& t) {
+          return goes_on ? bytes_to<K>(t, b, kv, k0 + kTile, value)
+                         : bytes_to<K>(t, next.batch, kv_head(a, next.head), 0, value);
+        };
+        if constexpr (kMostByRows<K> > 0) {
+          if (q.started) rescale_rows<K>(q, old, value_dim, w.sum_rows);
+          add_values_by_rows<K>(a, value, alone && known ? to_next(a.value) : 0,
+                                keys_beside && known ? to_next(a.key) : 0, q, keys, bands, dirty,
+                                w);
+        }
+      } else {
+        add_values<K>(a, value, value_columns, q.vectors, keys, bands, dirty, q.started, paired, w,
+                      q.out);
+      }
       q.started = true;
     }
   }
+  QueryBlock<K>& q = w.blocks[count - 1];  // only the last one can be short
+  if constexpr (kMostByRows<K> > 0)
+    if (q.by_rows && q.started)
+      transpose_in<typename K::X>(w.sum_rows, padded<K>(value_dim), q.rows, value_dim, q.out);
 }
 
 // tile[key][64 r] = 1 / Lk in the rows of `empty` that dropout keeps, else 0: P of rows that see

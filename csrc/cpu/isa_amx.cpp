@@ -164,15 +164,15 @@ struct MultiplyTiles : PairUnits<16> {
 //
 #include "softmax-inl.h"
 //
+#include "few_rows-inl.h"
+//
+#include "width-inl.h"
+//
 #include "forward-inl.h"
 //
 #include "weights-inl.h"
 //
-#include "few_rows-inl.h"
-//
 #include "few-inl.h"
-//
-#include "width-inl.h"
 //
 #include "one-tile-inl.h"
 //

@@ -27,15 +27,15 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 //
 #include "softmax-inl.h"
 //
+#include "few_rows-inl.h"
+//
+#include "width-inl.h"
+//
 #include "forward-inl.h"
 //
 #include "weights-inl.h"
 //
-#include "few_rows-inl.h"
-//
 #include "few-inl.h"
-//
-#include "width-inl.h"
 //
 #include "one-tile-inl.h"
 //

@@ -96,10 +96,10 @@ void forward_one_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int6
     WidthRows<K> values{value, a.value.row, keys, columns};
     int64_t to_next = 0;
     if (ahead) {
-      to_next = bytes_to<K>(a.out, next_b, next_h, to);
-      values.next = bytes_to<K>(a.value, next_b, next_kv, value);
+      to_next = bytes_to<K>(a.out, next_b, next_h, 0, to);
+      values.next = bytes_to<K>(a.value, next_b, next_kv, 0, value);
       if (q.rows > kWidthGroup && a.key.row == a.value.row)
-        values.then = bytes_to<K>(a.key, next_b, next_kv, value);
+        values.then = bytes_to<K>(a.key, next_b, next_kv, 0, value);
       else
         ask_for<K>(a.key, next_b, next_kv, keys, a.head_dim);
     }

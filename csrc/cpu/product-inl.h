@@ -30,25 +30,31 @@ class Ahead {
     if (rows > 0 && bytes > 0 && bytes <= longest && end_ - begin_ < kMost)
       pieces_[end_++ % kMost] = {(const char*)first, stride, bytes, rows};
   }
-  bool waiting() const { return begin_ != end_ || at_ != last_; }
-  // One line, of those that are waiting.
-  [[gnu::always_inline]] void ask() {
-    if (at_ == last_) next_row();
-    __builtin_prefetch(at_, 0, 2);
-    at_ += kLine;
+  bool waiting() const { return begin_ != end_ || rows_.rows != 0 || at_.line != at_.end; }
+
+  // Lines of a row. A loop keeps them in registers: it begins where the last one has stopped, asks
+  // for one with each step, and says in the end where it stopped.
+  struct Lines {
+    const char *line, *end;
+  };
+  Lines lines() const { return at_; }
+  void stopped(Lines at) { at_ = at; }
+  [[gnu::always_inline]] void ask(Lines& at) {
+    if (at.line == at.end) {
+      if (rows_.rows == 0) [[unlikely]]
+        next_piece(at.line);
+      at.line = rows_.row - (uintptr_t)rows_.row % kLine;
+      at.end = rows_.row + rows_.bytes + (-(uintptr_t)(rows_.row + rows_.bytes)) % kLine;
+      rows_.row += rows_.stride;
+      rows_.rows--;
+    }
+    __builtin_prefetch(at.line, 0, 2);
+    at.line += kLine;
   }
 
  private:
-  [[gnu::noinline]] void next_row() {
-    if (begin_ == end_) {  // all are asked for: the same line again
-      at_ -= kLine;
-      return;
-    }
-    Piece& piece = pieces_[begin_ % kMost];
-    at_ = piece.row - (uintptr_t)piece.row % kLine;
-    last_ = at_ + (piece.row + piece.bytes - at_ + kLine - 1) / kLine * kLine;
-    piece.row += piece.stride;
-    if (--piece.rows <= 0) begin_++;
+  [[gnu::noinline]] void next_piece(const char* line) {
+    rows_ = begin_ == end_ ? Piece{line - kLine, 0, kLine, 1} : pieces_[begin_++ % kMost];
   }
 
   static constexpr int64_t kTwoPages = 8192;
@@ -59,7 +65,8 @@ class Ahead {
   };
   Piece pieces_[kMost];
   unsigned begin_ = 0, end_ = 0;
-  const char *at_ = nullptr, *last_ = nullptr;
+  Piece rows_{nullptr, 0, 0, 0};
+  Lines at_{nullptr, nullptr};
   int64_t longest_;
 };
 
@@ -124,6 +131,8 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC, bool kAs
   // multiply-adds, since it reads a register; one whose sum has just come out takes none. A store
   // goes out in a cycle, and two sums come out: so the last step of the first vector runs beside
   // the last but one of the second.
+  [[maybe_unused]] Ahead::Lines lines{};
+  if constexpr (kAsk) lines = ahead->lines();
   constexpr bool kBeside = X::kRegisters == 16 && NV == 2 && MR > 1;
   const bool beside = kBeside && count >= 2;
   const auto step = [&]() __attribute__((always_inline)) {
@@ -136,7 +145,7 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC, bool kAs
 #pragma GCC unroll 4
       for (int i = 0; i < NV; i++) sum[m][i] = Dot::accumulate(sum[m][i], v[i], u);
     }
-    if constexpr (kAsk) ahead->ask();
+    if constexpr (kAsk) ahead->ask(lines);
     x += ldx;
     a.data += t_stride;
   };
@@ -147,6 +156,7 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC, bool kAs
   } else {
     for (int64_t t = 0; t < count; t++) step();
   }
+  if constexpr (kAsk && !kBeside) ahead->stopped(lines);
   if constexpr (kC == Update::kStoreTop)
 #pragma GCC unroll 4
     for (int i = 0; i < NV; i++) largest[i] = X::load(top + i * X::kLanes);
@@ -157,14 +167,14 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC, bool kAs
       const typename Dot::Vector last0 = Dot::load(x + ldx);
 #pragma GCC unroll 16
       for (int m = 0; m < MR; m++) add(m, 0, v0, a.data);
-      if constexpr (kAsk) ahead->ask();
+      if constexpr (kAsk) ahead->ask(lines);
 #pragma GCC unroll 16
       for (int m = 0; m < MR; m++) {
         add(m, 0, last0, last);
         finish(m, 0);
         add(m, 1, v1, a.data);
       }
-      if constexpr (kAsk) ahead->ask();
+      if constexpr (kAsk) ahead->ask(lines);
       const typename Dot::Vector last1 = Dot::load(x + ldx + X::kLanes);
 #pragma GCC unroll 16
       for (int m = 0; m < MR; m++) {
@@ -173,6 +183,7 @@ template <class X, class Dot, int MR, int NV, Contiguous kA, Update kC, bool kAs
       }
     }
   }
+  if constexpr (kAsk && kBeside) ahead->stopped(lines);
   if (!beside)
 #pragma GCC unroll 16
     for (int m = 0; m < MR; m++)
@@ -195,9 +206,9 @@ __attribute__((noinline)) void panel(const Operand& from, int64_t rows, int64_t 
   const int64_t m_stride = kA == Contiguous::kAlongM ? (int64_t)sizeof(*x) : a.m_stride;
   const auto at_a_time = [&]<int kRows>() __attribute__((always_inline)) {
     while (rows >= kRows) {
-      if (kRows == kMost && ahead && ahead->waiting())
-        micro<X, Dot, kRows, NV, kA, kC, kRows == kMost>(a, count, x, ldx, c, ldc, factor, top,
-                                                         ahead);
+      constexpr bool kAsk = 2 * kRows >= kMost;
+      if (kAsk && ahead && ahead->waiting())
+        micro<X, Dot, kRows, NV, kA, kC, kAsk>(a, count, x, ldx, c, ldc, factor, top, ahead);
       else
         micro<X, Dot, kRows, NV, kA, kC, false>(a, count, x, ldx, c, ldc, factor, top, nullptr);
       a.data += kRows * m_stride;

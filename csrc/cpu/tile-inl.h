@@ -202,12 +202,14 @@ struct VectorRows {
   const typename K::Unit* data;
   int64_t ld;
 };
-// In place, where that is whole vectors, or packed. `tiles` of keys read them.
+// In place, where product_columns reads no more than these columns, or packed. `tiles` of keys read
+// them.
 template <class K>
 VectorRows<K> vectors_operand(const typename K::S* from, int64_t stride, int64_t rows,
                               int64_t columns, typename K::Unit* scratch, int64_t tiles) {
   if constexpr (K::kInPlace)
-    if (K::in_place(stride, columns, tiles) && columns % K::kLanes == 0) return {from, stride};
+    if (K::in_place(stride, columns, tiles) && columns % K::X::Half::kLanes == 0)
+      return {from, stride};
   const int64_t ld = padded<K>(columns);
   pack_rows<K>(from, stride, rows, columns, scratch, ld);
   return {scratch, ld};
@@ -294,18 +296,32 @@ void clean_copy(const typename K::S* from, int64_t stride, int64_t rows, int64_t
       to[r * columns + c] = finite<K>(x) ? x : typename K::S{};
     }
 }
-// c[column][64 r] += tile[key][r] * from[key][column]
+// c[r * row + column * step] += tile[key][r] * from[key][column]
 template <class K>
-void add_nonfinite_lanes(const typename K::T* tile, const uint64_t* bits, const typename K::S* from,
-                         int64_t stride, int64_t keys, int64_t columns, typename K::T* c) {
+void add_nonfinite(const typename K::T* tile, const uint64_t* bits, const typename K::S* from,
+                   int64_t stride, int64_t keys, int64_t columns, typename K::T* c, int64_t row,
+                   int64_t step) {
   for (int64_t n = 0; n < keys; n++)
     for (int64_t d = 0; d < columns; d++) {
       if (finite<K>(from[n * stride + d])) continue;
       for (uint64_t left = bits[n]; left; left &= left - 1) {
         const int64_t r = __builtin_ctzll(left);
-        c[d * kRow + r] += tile[n * kRow + r] * widen(from[n * stride + d]);
+        c[r * row + d * step] += tile[n * kRow + r] * widen(from[n * stride + d]);
       }
     }
+}
+// c[column][64 r] += tile[key][r] * from[key][column]
+template <class K>
+void add_nonfinite_lanes(const typename K::T* tile, const uint64_t* bits, const typename K::S* from,
+                         int64_t stride, int64_t keys, int64_t columns, typename K::T* c) {
+  add_nonfinite<K>(tile, bits, from, stride, keys, columns, c, 1, kRow);
+}
+// c[r][column] += tile[key][r] * from[key][column]
+template <class K>
+void add_nonfinite_queries(const typename K::T* tile, const uint64_t* bits,
+                           const typename K::S* from, int64_t stride, int64_t keys, int64_t columns,
+                           typename K::T* c, int64_t ld) {
+  add_nonfinite<K>(tile, bits, from, stride, keys, columns, c, ld, 1);
 }
 // c[key][column] += tile[key][r] * from[r][column]
 template <class K>

@@ -45,6 +45,7 @@ struct F32x8 {
   using T = float;
   using V = __m256;
   using Half = F32x8;
+  using M = __m256;
   static constexpr int kLanes = 8, kRegisters = 32;
   static V zero() { return _mm256_setzero_ps(); }
   static V set(T x) { return _mm256_set1_ps(x); }
@@ -53,11 +54,18 @@ struct F32x8 {
   static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
   static V load(const T* p) { return _mm256_loadu_ps(p); }
   static void store(T* p, V v) { _mm256_storeu_ps(p, v); }
+  static M mask(uint64_t bits) {
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    return _mm256_castsi256_ps(
+        _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), bit), bit));
+  }
+  static V select(M m, V a, V b) { return _mm256_blendv_ps(b, a, m); }
 };
 struct F64x4 {
   using T = double;
   using V = __m256d;
   using Half = F64x4;
+  using M = __m256d;
   static constexpr int kLanes = 4, kRegisters = 32;
   static V zero() { return _mm256_setzero_pd(); }
   static V set(T x) { return _mm256_set1_pd(x); }
@@ -66,6 +74,12 @@ struct F64x4 {
   static V fma(V a, V b, V c) { return _mm256_fmadd_pd(a, b, c); }
   static V load(const T* p) { return _mm256_loadu_pd(p); }
   static void store(T* p, V v) { _mm256_storeu_pd(p, v); }
+  static M mask(uint64_t bits) {
+    const __m256i bit = _mm256_setr_epi64x(1, 2, 4, 8);
+    return _mm256_castsi256_pd(
+        _mm256_cmpeq_epi64(_mm256_and_si256(_mm256_set1_epi64x((int64_t)bits), bit), bit));
+  }
+  static V select(M m, V a, V b) { return _mm256_blendv_pd(b, a, m); }
 };
 
 struct F32x16 {

@@ -1,5 +1,5 @@
-// Products whose lanes are the width, for heads of one tile: their rows are read and written where
-// they lie, without a transpose, and few queries leave no lanes empty.
+// Products whose lanes are the width, for heads of one tile and for few queries: their rows are
+// read and written where they lie, without a transpose, and few queries leave no lanes empty.
 namespace mha_ext::cpu {
 namespace {
 
@@ -15,10 +15,10 @@ template <int64_t kBytes>
   for (int64_t end = kLine; end < kBytes + kLine; end += kLine)
     __builtin_prefetch((const void*)((uintptr_t)piece + next + min_of(end, kBytes) - 1), 0, 2);
 }
-// How far it is from `here` to a head's first row.
+// How far it is from `here` to a row of a head.
 template <class K>
-int64_t bytes_to(const Rows& t, int64_t b, int64_t h, const void* here) {
-  return (int64_t)((uintptr_t)row_of<K>(t, b, h, 0) - (uintptr_t)here);
+int64_t bytes_to(const Rows& t, int64_t b, int64_t h, int64_t row, const void* here) {
+  return (int64_t)((uintptr_t)row_of<K>(t, b, h, row) - (uintptr_t)here);
 }
 // What nobody walks beside, at once. Inline, as a compiler drops calls that do nothing but ask.
 template <class K>
@@ -47,13 +47,22 @@ struct WidthRows {
 // So many rows of sums are one group.
 constexpr int64_t kWidthGroup = 6;
 
-// to[r][d] = sum_n weight(r, n) x[n][d] for kRows rows r and kVectors vectors of d, and kHalf for a
-// vector of half the lanes that begins at d = half; or, with kPart, for a part of one vector. The
-// weights are those of a tile, tile[key][64 queries]: along m, r is the query; along t, n is.
-// to_next: what is asked for beside `to`, as in WidthRows.
-template <class K, class X, Contiguous kA, int kRows, int kVectors, bool kHalf, bool kPart>
-void width_product(const WidthRows<K>& x, const typename K::T* tile, typename K::S* to,
-                   int64_t to_stride, int64_t to_next, int64_t half) {
+// What becomes of the sums. Columns of `done` have got theirs.
+template <bool kAdd, class X, class To>
+[[gnu::always_inline]] inline void put_sum(To* to, typename X::V sum, int64_t done) {
+  if constexpr (kAdd) sum = X::add(X::load(to), X::select(X::mask(~0ull << done), sum, X::zero()));
+  X::store(to, sum);
+}
+
+// to[r][d] = sum_n weight(r, n) x[n][d], or with kAdd += that, for kRows rows r and kVectors
+// vectors of d, and kHalf for a vector of half the lanes that begins at d = half; or, with kPart,
+// for a part of one vector. The weights are those of a tile, tile[key][64 queries]: along m, r is
+// the query; along t, n is. to_next: what is asked for beside `to`, as in WidthRows. The first
+// `done` columns, of the half where there is one, are those of another product.
+template <class K, class X, Contiguous kA, int kRows, int kVectors, bool kHalf, bool kPart,
+          bool kAdd, class To>
+void width_product(const WidthRows<K>& x, const typename K::T* tile, To* to, int64_t to_stride,
+                   int64_t to_next, int64_t half, int64_t done) {
   using Half = typename X::Half;
   constexpr int64_t kItem = sizeof(typename K::S), kPiece = kVectors * X::kLanes * kItem;
   typename X::V sum[kRows][kVectors];
@@ -100,14 +109,16 @@ void width_product(const WidthRows<K>& x, const typename K::T* tile, typename K:
   for (int r = 0; r < kRows; r++, to += to_stride) {
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; i++) {
-      if constexpr (kPart)
+      if constexpr (kPart && kAdd)
+        X::store(to, X::add(X::load(to, x.columns), sum[r][i]), x.columns);
+      else if constexpr (kPart)
         X::store(to, sum[r][i], x.columns);
       else
-        X::store(to + i * X::kLanes, sum[r][i]);
+        put_sum<kAdd, X>(to + i * X::kLanes, sum[r][i], kHalf || i > 0 ? 0 : done);
     }
     ask_beside<kPiece>(to, to_next);
     if constexpr (kHalf) {
-      Half::store(to + half, rest[r]);
+      put_sum<kAdd, Half>(to + half, rest[r], done);
       ask_beside<Half::kLanes * kItem>(to + half, to_next);
     }
   }
@@ -115,9 +126,9 @@ void width_product(const WidthRows<K>& x, const typename K::T* tile, typename K:
 
 // All columns for kRows rows; the last vectors are moved back, as in for_vectors. Where half a
 // vector is enough for the last columns, and half the work, it is one.
-template <class K, Contiguous kA, int kRows>
-void width_columns(const WidthRows<K>& x, int64_t next, const typename K::T* tile,
-                   typename K::S* to, int64_t to_stride, int64_t to_next) {
+template <class K, Contiguous kA, int kRows, bool kAdd, class To>
+void width_columns(const WidthRows<K>& x, int64_t next, const typename K::T* tile, To* to,
+                   int64_t to_stride, int64_t to_next) {
   using X = typename K::X;
   using Half = typename X::Half;
   constexpr int64_t kLanes = X::kLanes;
@@ -126,20 +137,22 @@ void width_columns(const WidthRows<K>& x, int64_t next, const typename K::T* til
     return WidthRows<K>{x.data + at, x.stride, x.count, x.columns, next};
   };
   if (x.columns < kLanes)
-    return width_product<K, X, kA, kRows, 1, false, true>(from(0), tile, to, to_stride, to_next, 0);
+    return width_product<K, X, kA, kRows, 1, false, true, kAdd>(from(0), tile, to, to_stride,
+                                                                to_next, 0, 0);
   int64_t d = 0;
   const auto some = [&]<int kVectors>() __attribute__((always_inline)) {
     constexpr int64_t kWidth = kVectors * kLanes;
     if constexpr (kHalf > 0 && kVectors < 4)
       if (x.columns - d > kWidth && x.columns - d <= kWidth + kHalf) {
-        width_product<K, X, kA, kRows, kVectors, true, false>(from(d), tile, to + d, to_stride,
-                                                              to_next, x.columns - d - kHalf);
+        const int64_t at = x.columns - d - kHalf;
+        width_product<K, X, kA, kRows, kVectors, true, false, kAdd>(
+            from(d), tile, to + d, to_stride, to_next, at, kWidth - at);
         d = x.columns;
       }
     for (; x.columns - d > kWidth - kLanes + kHalf && x.columns >= kWidth; d += kWidth) {
       const int64_t at = min_of(d, x.columns - kWidth);
-      width_product<K, X, kA, kRows, kVectors, false, false>(from(at), tile, to + at, to_stride,
-                                                             to_next, 0);
+      width_product<K, X, kA, kRows, kVectors, false, false, kAdd>(from(at), tile, to + at,
+                                                                   to_stride, to_next, 0, d - at);
     }
   };
   if constexpr (X::kRegisters == 32) {
@@ -150,22 +163,22 @@ void width_columns(const WidthRows<K>& x, int64_t next, const typename K::T* til
   some.template operator()<1>();
   if constexpr (kHalf > 0)
     if (d < x.columns) {
-      d = x.columns - kHalf;
-      width_product<K, Half, kA, kRows, 1, false, false>(from(d), tile, to + d, to_stride, to_next,
-                                                         0);
+      const int64_t at = x.columns - kHalf;
+      width_product<K, Half, kA, kRows, 1, false, false, kAdd>(from(at), tile, to + at, to_stride,
+                                                               to_next, 0, d - at);
     }
 }
 
 // All rows, in equal groups. (x by reference, as Operand is.)
-template <class K, Contiguous kA>
-void width_rows(const WidthRows<K>& x, int64_t rows, const typename K::T* tile, typename K::S* to,
+template <class K, Contiguous kA, bool kAdd = false, class To = typename K::S>
+void width_rows(const WidthRows<K>& x, int64_t rows, const typename K::T* tile, To* to,
                 int64_t to_stride, int64_t to_next) {
   if (rows == 0) return;
   const int64_t part = ceil_div(rows, ceil_div(rows, kWidthGroup));
   int64_t next = x.next, then = x.then;
   const auto some = [&]<int kRows>() __attribute__((always_inline)) {
     for (; part >= kRows && rows >= kRows; rows -= kRows) {
-      width_columns<K, kA, kRows>(x, next, tile, to, to_stride, to_next);
+      width_columns<K, kA, kRows, kAdd>(x, next, tile, to, to_stride, to_next);
       next = then;
       then = 0;
       tile += kRows * (kA == Contiguous::kAlongM ? 1 : kRow);
