@@ -14,7 +14,7 @@ struct GradScratch {
   uint64_t *bits, *keep;
   Range bands_storage[kMostBands];
   const Range* bands;  // of the tile, or nullptr
-  Ahead ahead;
+  Ahead ahead{longest_asked<K>()};
   // Whether the tile has all keys of its queries, and delta = sum P o dP - dL comes out of it; then
   // `shift` is dL before it.
   bool whole = false;
