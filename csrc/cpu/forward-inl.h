@@ -13,21 +13,34 @@ struct QueryBlock {
   Range seen;
   bool packed;   // query holds it
   bool started;  // has met a tile: before that, out holds nothing
-  bool by_rows;  // the sums are in ForwardScratch::sum_rows meanwhile
+  bool by_rows;  // out is [64 r][padded value_dim], else [value_dim][64 r]
 };
 
-// Few queries leave lanes empty: then the lanes of P V lie along the width, which adds the same
-// numbers in the same order.
+// The lanes of P V lie along the width where that is whole vectors: then the output needs no
+// transpose; and where there are so few queries that they would leave lanes empty. The same numbers
+// are added in the same order either way.
 template <class K>
-constexpr int64_t kMostByRows = K::kPairs ? 0 : K::kLanes * 3 / 2;  // less than a band
+constexpr int64_t kFewByRows = K::kLanes * 3 / 2;
+template <class K>
+bool fills_vectors(const Attention& a) {
+  return a.value_dim % K::kLanes == 0;
+}
+template <class K>
+bool sums_by_rows(const Attention& a, int64_t rows) {
+  return !K::kPairs && (rows <= kFewByRows<K> || fills_vectors<K>(a));
+}
 
 // Blocks that share what is packed of K and V.
 constexpr int64_t kGroup = 8;
 
-// The state of one block after one range of keys: m [64], l [64], out [value_dim][64].
+// Numbers of a block's out, and bytes of its state after one range of keys: m [64], l [64], out.
+template <class K>
+int64_t block_out_size(const Attention& a) {
+  return max_of(height_of<K>(a.value_dim), padded<K>(a.value_dim)) * kRow;
+}
 template <class K>
 int64_t block_state_bytes(const Attention& a) {
-  return (2 + a.value_dim) * kRow * (int64_t)sizeof(typename K::T);
+  return (2 * kRow + block_out_size<K>(a)) * (int64_t)sizeof(typename K::T);
 }
 
 // Bytes of the longest rows that are asked for ahead.
@@ -46,7 +59,6 @@ struct ForwardScratch {
   QueryBlock<K> blocks[kGroup];
   Unit *key, *value, *pairs;
   T *s, *top, *extra;
-  T* sum_rows;  // [rows][padded value_dim], of one block at a time
   uint64_t *bits, *keep;
   typename K::S* clean;
   char* sums;  // states of the blocks over the ranges of keys that are done
@@ -57,7 +69,7 @@ struct ForwardScratch {
     for (int64_t i = 0; i < min_of(kGroup, max_of(1, ceil_div(a.queries, kTile))); i++) {
       QueryBlock<K>& q = blocks[i];
       q.query = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);
-      q.out = arena.take<T>(height_of<K>(a.value_dim) * kRow);
+      q.out = arena.take<T>(block_out_size<K>(a));
       q.m = arena.take<T>(kRow);
       q.l = arena.take<T>(kRow);
     }
@@ -69,7 +81,6 @@ struct ForwardScratch {
     extra = arena.take<T>(
         max_of(a.bias.data ? kTile : 0, a.uniform_empty_rows ? height_of<K>(a.value_dim) : 0) *
         kRow);
-    sum_rows = arena.take<T>(kMostByRows<K> * padded<K>(a.value_dim));
     bits = arena.take<uint64_t>(kTile);
     keep = arena.take<uint64_t>(kTile);
     clean = arena.take<typename K::S>(kTile * a.value_dim);
@@ -124,42 +135,66 @@ void add_values(const Attention& a, const typename K::S* value, Operand columns,
   }
 }
 
-// The same for a block whose sums lie in w.sum_rows. `next`, `then`: as in WidthRows.
+// What a block by rows reads of V: `packed`, where it is not nullptr, or in place; then `next` and
+// `then` are as in WidthRows.
 template <class K>
-void add_values_by_rows(const Attention& a, const typename K::S* value, int64_t next, int64_t then,
-                        const QueryBlock<K>& q, int64_t keys, const Range* bands, bool dirty,
-                        ForwardScratch<K>& w) {
+struct BlockValues {
+  const typename K::S* value;
+  VectorRows<K> packed;
+  int64_t next, then;
+};
+// The same for a block by rows.
+template <class K>
+void add_values_by_rows(const Attention& a, const BlockValues<K>& from, const QueryBlock<K>& q,
+                        int64_t keys, const Range* bands, bool dirty, ForwardScratch<K>& w) {
+  using T = typename K::T;
+  using X = typename K::X;
+  using Dot = typename K::Dot;
   const int64_t width = a.value_dim, ld = padded<K>(width);
-  const Range seen = bands ? bands[0] : Range{0, keys};
-  WidthRows<K> rows{value, a.value.row, seen.end - seen.begin, width, next, then};
+  WidthRows<K> in_place{from.value, a.value.row, keys, width, from.next, from.then};
   if (dirty) {
-    clean_copy<K>(value, a.value.row, keys, width, w.clean);
-    rows = {w.clean, width, seen.end - seen.begin, width};
+    clean_copy<K>(from.value, a.value.row, keys, width, w.clean);
+    in_place = {w.clean, width, keys, width};
   }
-  rows.data += seen.begin * rows.stride;
-  const auto add = q.started ? width_rows<K, Contiguous::kAlongM, true, typename K::T>
-                             : width_rows<K, Contiguous::kAlongM, false, typename K::T>;
-  add(rows, q.rows, w.s + seen.begin * kRow, w.sum_rows, ld, 0);
-  if (dirty) add_nonfinite_queries<K>(w.s, w.bits, value, a.value.row, keys, width, w.sum_rows, ld);
+  const auto add = [&]<bool kAdd>() {
+    for_bands<K>(bands, keys, q.vectors, [&](Range seen, int64_t first, int64_t count) {
+      const int64_t lane = first * K::kLanes, rows = min_of(q.rows - lane, count * K::kLanes);
+      const T* const p = w.s + seen.begin * kRow + lane;
+      T* const to = q.out + lane * ld;
+      if (dirty || !from.packed.data) {
+        WidthRows<K> x = in_place;
+        x.data += seen.begin * x.stride;
+        x.count = seen.end - seen.begin;
+        return width_rows<K, Contiguous::kAlongM, kAdd, T>(x, rows, p, to, ld, 0);
+      }
+      constexpr int64_t kItem = sizeof(T);
+      product<X, Dot, Contiguous::kAlongM, kAdd ? Update::kAddSum : Update::kStore>(
+          Operand{(const char*)p, kItem, kRow * kItem}, rows, seen.end - seen.begin,
+          from.packed.data + seen.begin * from.packed.ld, from.packed.ld, ld / K::kLanes, to, ld,
+          &w.ahead);
+    });
+  };
+  q.started ? add.template operator()<true>() : add.template operator()<false>();
+  if (dirty) add_nonfinite_queries<K>(w.s, w.bits, from.value, a.value.row, keys, width, q.out, ld);
 }
 
-// The rows of w.sum_rows, where the maximum of their queries has grown from `old`.
+// The rows of a block whose maximum has grown from `old`.
 template <class K>
-void rescale_rows(const QueryBlock<K>& q, const typename K::T* old, int64_t width,
-                  typename K::T* sum_rows) {
+void rescale_rows(const QueryBlock<K>& q, const typename K::T* old, int64_t width) {
   using X = typename K::X;
-  typename K::T factor[kRow];
-  uint64_t any = 0;
+  const int64_t ld = padded<K>(width);
   for (int64_t i = 0; i < q.vectors * K::kLanes; i += K::kLanes) {
     const typename X::V raised = X::load(q.m + i), before = X::load(old + i);
     const typename X::M grows = X::gt(raised, before);
-    X::store(factor + i, X::select(grows, exp_of<X>(X::sub(before, raised)), X::set(1)));
-    any |= X::bits(grows) << i;
-  }
-  for (; any; any &= any - 1) {
-    const int64_t r = __builtin_ctzll(any);
-    typename K::T* const sum = sum_rows + r * padded<K>(width);
-    if (r < q.rows) scale_out<X>(sum, 0, factor[r], 1, padded<K>(width), sum, 0);
+    uint64_t left = X::bits(grows);
+    if (!left) continue;
+    typename K::T factor[K::kLanes];
+    X::store(factor, exp_of<X>(X::sub(before, raised)));
+    for (; left; left &= left - 1) {
+      const int64_t r = __builtin_ctzll(left);
+      typename K::T* const row = q.out + (i + r) * ld;
+      scale_out<X>(row, 0, factor[r], 1, ld, row, 0);
+    }
   }
 }
 
@@ -197,7 +232,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     q.rows = min_of(kTile, q0 + rows - q.q0);
     q.vectors = vectors_of<K>(q.rows);
     q.started = q.packed = false;
-    q.by_rows = with_values && q.rows <= kMostByRows<K>;
+    q.by_rows = with_values && sums_by_rows<K>(a, q.rows);
     q.seen = seen_by_any(a, b, q.q0, q.q0 + q.rows - 1);
     if (q.seen.begin < q.seen.end)
       seen = {min_of(seen.begin, q.seen.begin), max_of(seen.end, q.seen.end)};
@@ -209,7 +244,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
   seen = {max_of(seen.begin / kTile * kTile, range.begin), min_of(seen.end, range.end)};
   // One block of few queries asks for values beside those that it reads, and for keys beside those
   // that it reads once more.
-  const bool alone = w.blocks[0].by_rows;
+  const bool alone = w.blocks[0].by_rows && rows <= kFewByRows<K>;
   const bool keys_beside =
       alone && rows > kWidthGroup && a.key.row == a.value.row && a.head_dim == a.value_dim;
   const NextHead next = head_after(a, b, h);
@@ -221,6 +256,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     const int64_t keys = min_of(kTile, a.keys - k0);
     const typename K::S* value = row_of<K>(a.value, b, kv, k0);
     Operand key_rows, value_columns;
+    VectorRows<K> value_rows{};
     T old[kRow];
     bool packed = false, checked = false, finite = true;
     for (int64_t i = 0; i < count; i++) {
@@ -239,8 +275,10 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       if (!packed) {
         key_rows =
             rows_operand<K>(row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, w.key, count);
-        if (with_values && !q.by_rows)
+        if (!q.by_rows && with_values)
           value_columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value, count);
+        else if (q.rows > kFewByRows<K> && with_values)
+          value_rows = vectors_operand<K>(value, a.value.row, keys, a.value_dim, w.value, count);
         packed = true;
         if (k0 + kTile < seen.end) ask_tile(b, kv, k0 + kTile);
       }
@@ -289,11 +327,11 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
           return goes_on ? bytes_to<K>(t, b, kv, k0 + kTile, value)
                          : bytes_to<K>(t, next.batch, kv_head(a, next.head), 0, value);
         };
-        if constexpr (kMostByRows<K> > 0) {
-          if (q.started) rescale_rows<K>(q, old, value_dim, w.sum_rows);
-          add_values_by_rows<K>(a, value, alone && known ? to_next(a.value) : 0,
-                                keys_beside && known ? to_next(a.key) : 0, q, keys, bands, dirty,
-                                w);
+        const BlockValues<K> from{value, value_rows, alone && known ? to_next(a.value) : 0,
+                                  keys_beside && known ? to_next(a.key) : 0};
+        if constexpr (!K::kPairs) {
+          if (q.started) rescale_rows<K>(q, old, value_dim);
+          add_values_by_rows<K>(a, from, q, keys, bands, dirty, w);
         }
       } else {
         add_values<K>(a, value, value_columns, q.vectors, keys, bands, dirty, q.started, paired, w,
@@ -302,10 +340,6 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       q.started = true;
     }
   }
-  QueryBlock<K>& q = w.blocks[count - 1];  // only the last one can be short
-  if constexpr (kMostByRows<K> > 0)
-    if (q.by_rows && q.started)
-      transpose_in<typename K::X>(w.sum_rows, padded<K>(value_dim), q.rows, value_dim, q.out);
 }
 
 // tile[key][64 r] = 1 / Lk in the rows of `empty` that dropout keeps, else 0: P of rows that see
@@ -331,15 +365,15 @@ void finish_block(const Attention& a, int64_t b, int64_t h, QueryBlock<K>& q,
   using T = typename K::T;
   using X = typename K::X;
   const T kept = (T)a.dropout.keep_scale;
-  const int64_t at = (b * a.heads + h) * a.queries + q.q0, width = a.value_dim * kRow;
+  const int64_t at = (b * a.heads + h) * a.queries + q.q0, ld = padded<K>(a.value_dim);
   T *lse = (T*)a.lse + at, *lse_low = (T*)a.lse_low + at;
   uint64_t empty = 0;
   add_logs(q.rows, q.m, q.l, -(T)INFINITY, lse, lse_low);
   for (int64_t r = 0; r < q.rows; r++) empty |= (uint64_t)(q.l[r] == 0) << r;
-  if (!q.started) __builtin_memset(q.out, 0, (size_t)width * sizeof(T));
+  if (!q.started) __builtin_memset(q.out, 0, (size_t)block_out_size<K>(a) * sizeof(T));
   for (int64_t r = 0; r < kRow; r++) q.l[r] = r < q.rows && q.l[r] != 0 ? kept / q.l[r] : 0;
   if (empty && a.uniform_empty_rows) {
-    __builtin_memset(w.extra, 0, (size_t)width * sizeof(T));
+    __builtin_memset(w.extra, 0, (size_t)(a.value_dim * kRow) * sizeof(T));
     for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
       const int64_t keys = min_of(kTile, a.keys - k0);
       const typename K::S* value = row_of<K>(a.value, b, kv_head(a, h), k0);
@@ -347,16 +381,18 @@ void finish_block(const Attention& a, int64_t b, int64_t h, QueryBlock<K>& q,
       const Operand columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value);
       add_values<K>(a, value, columns, q.vectors, keys, nullptr, false, k0 > 0, false, w, w.extra);
     }
-    for (int64_t d = 0; d < a.value_dim; d++)
-      for (int64_t i = 0; i < q.vectors; i++) {
-        const int64_t lane = d * kRow + i * K::kLanes;
-        X::store(q.out + lane, X::select(X::mask(empty >> (i * K::kLanes)), X::load(w.extra + lane),
-                                         X::load(q.out + lane)));
-      }
-    for (int64_t r = 0; r < q.rows; r++)
-      if (empty >> r & 1) q.l[r] = kept;
+    for (uint64_t left = empty; left; left &= left - 1) {
+      const int64_t r = __builtin_ctzll(left);
+      for (int64_t d = 0; d < a.value_dim; d++)
+        q.out[q.by_rows ? r * ld + d : d * kRow + r] = w.extra[d * kRow + r];
+      q.l[r] = kept;
+    }
   }
-  transpose_out<X>(q.out, q.l, q.rows, a.value_dim, row_of<K>(a.out, b, h, q.q0), a.out.row);
+  if (q.by_rows)
+    for (int64_t r = 0; r < q.rows; r++)
+      scale_out<X>(q.out + r * ld, ld, q.l[r], 1, a.value_dim, row_of<K>(a.out, b, h, q.q0 + r), 0);
+  else
+    transpose_out<X>(q.out, q.l, q.rows, a.value_dim, row_of<K>(a.out, b, h, q.q0), a.out.row);
 }
 
 // The factors that bring the sums of two ranges of keys to one maximum; m and l become those of
@@ -397,7 +433,7 @@ void save_block(const Attention& a, const QueryBlock<K>& q, void* state) {
   use_state<K>(state, to);
   __builtin_memcpy(to.m, q.m, kRow * sizeof(T));
   __builtin_memcpy(to.l, q.l, kRow * sizeof(T));
-  const size_t bytes = (size_t)(a.value_dim * kRow) * sizeof(T);
+  const size_t bytes = (size_t)block_out_size<K>(a) * sizeof(T);
   if (q.started)
     __builtin_memcpy(to.out, q.out, bytes);
   else
@@ -414,12 +450,20 @@ void merge_block(const Attention& a, const QueryBlock<K>& next, QueryBlock<K>& q
   if (none) return;  // its output may not be set
   T old_factor[kRow], factor[kRow];
   merge_levels<K>(kRow, next.m, next.l, q.m, q.l, old_factor, factor);
+  const auto add = [&](int64_t at, typename X::V old, typename X::V added) {
+    T* const out = q.out + at;
+    X::store(out, X::fma(added, X::load(next.out + at), X::mul(old, X::load(out))));
+  };
+  const int64_t ld = padded<K>(a.value_dim);
+  if (q.by_rows) {
+    for (int64_t r = 0; r < next.rows; r++)
+      for (int64_t d = 0; d < ld; d += K::kLanes)
+        add(r * ld + d, X::set(old_factor[r]), X::set(factor[r]));
+    return;
+  }
   for (int64_t d = 0; d < a.value_dim; d++)
-    for (int64_t at = 0; at < next.vectors * K::kLanes; at += K::kLanes) {
-      T* out = q.out + d * kRow + at;
-      X::store(out, X::fma(X::load(factor + at), X::load(next.out + d * kRow + at),
-                           X::mul(X::load(old_factor + at), X::load(out))));
-    }
+    for (int64_t lane = 0; lane < next.vectors * K::kLanes; lane += K::kLanes)
+      add(d * kRow + lane, X::load(old_factor + lane), X::load(factor + lane));
 }
 
 template <class K>
@@ -464,6 +508,7 @@ void merge(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, v
   q.q0 = q0;
   q.rows = rows;
   q.vectors = vectors_of<K>(rows);
+  q.by_rows = sums_by_rows<K>(a, rows);
   use_state<K>(states, q);
   QueryBlock<K> next = q;
   for (int64_t i = 1; i < forward_ranges(a).count; i++) {
