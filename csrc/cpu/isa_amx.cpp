@@ -168,6 +168,8 @@ struct MultiplyTiles : PairUnits<16> {
 //
 #include "width-inl.h"
 //
+#include "forward_block-inl.h"
+//
 #include "forward-inl.h"
 //
 #include "weights-inl.h"

@@ -26,6 +26,8 @@ TARGET_BEGIN("avx2,fma,f16c,bmi,bmi2")
 //
 #include "width-inl.h"
 //
+#include "forward_block-inl.h"
+//
 #include "forward-inl.h"
 //
 #include "weights-inl.h"

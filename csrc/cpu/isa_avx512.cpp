@@ -31,6 +31,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 //
 #include "width-inl.h"
 //
+#include "forward_block-inl.h"
+//
 #include "forward-inl.h"
 //
 #include "weights-inl.h"

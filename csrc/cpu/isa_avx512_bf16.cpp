@@ -69,6 +69,8 @@ struct MultiplyPairs : PairUnits<1> {
 //
 #include "width-inl.h"
 //
+#include "forward_block-inl.h"
+//
 #include "forward-inl.h"
 //
 #include "weights-inl.h"

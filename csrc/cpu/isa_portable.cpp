@@ -22,6 +22,8 @@
 //
 #include "width-inl.h"
 //
+#include "forward_block-inl.h"
+//
 #include "forward-inl.h"
 //
 #include "weights-inl.h"
