@@ -157,17 +157,17 @@ class BackwardFew {
     const NextPart next = next_part(a_, g_, b_, kv_, part_);
     return next.batch < a_.batch ? row_of<K>(t, next.batch, next.kv_head, next.begin) : nullptr;
   }
-  NextRows ask(const S* rows, const Rows& t, int64_t count, int64_t width, int64_t units) const {
-    constexpr int64_t kItem = sizeof(S);
-    return NextRows((const char*)rows, t.row * kItem, width * kItem, rows ? count : 0, units);
-  }
-
+  // Scores of rows of t, before `count` rows of `other` from `then` on.
   void product(const Rows& t, int64_t k0, int64_t keys, int64_t width, const T* rows, int64_t ld,
-               T scale, NextRows next, T* to) const {
+               T scale, T* to, const Rows& other, const S* then, int64_t count,
+               int64_t other_width) const {
+    constexpr int64_t kItem = sizeof(S);
     const S* from = row_of<K>(t, b_, kv_, k0);
+    NextRows next((const char*)then, other.row * kItem, other_width * kItem, then ? count : 0,
+                  few_blocks<K>(rows_, keys));
     by_rows<K>(rows_, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
       few_scores<K, kRows>(from, t.row, keys, width, rows + r * ld, ld, scale, to + r * kTile,
-                           r ? nullptr : &next);
+                           few_ask<K>(r, next, then));
     });
   }
 
@@ -185,11 +185,10 @@ class BackwardFew {
       return;
     }
     const S *key = row_of<K>(a_.key, b_, kv_, k0), *value = row_of<K>(a_.value, b_, kv_, k0);
-    const int64_t units = few_blocks<K>(rows_, keys);
-    product(a_.key, k0, keys, a_.head_dim, w_.query, ld_, (T)a_.scale,
-            ask(value, a_.value, keys, a_.value_dim, units), w_.p);
-    product(a_.value, k0, keys, a_.value_dim, w_.grad_out, ldv_, 1,
-            ask(after(a_.key, k0), a_.key, kTile, a_.head_dim, units), w_.ds);
+    product(a_.key, k0, keys, a_.head_dim, w_.query, ld_, (T)a_.scale, w_.p, a_.value, value, keys,
+            a_.value_dim);
+    product(a_.value, k0, keys, a_.value_dim, w_.grad_out, ldv_, 1, w_.ds, a_.key,
+            after(a_.key, k0), kTile, a_.head_dim);
     for (int64_t r = 0; r < rows_; r++) gradient(r, k0, keys);
 
     uint64_t all_seen = every, all_weighted = every;
@@ -204,8 +203,7 @@ class BackwardFew {
     if (g_.grad_query.data) {
       if (all_seen == every || all_finite<K>(key, a_.key.row, keys, d)) {
         by_rows<K>(rows_, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
-          few_values<K, kRows>(key, a_.key.row, keys, d, w_.ds + r * kTile, w_.sum + r * ld_, ld_,
-                               nullptr);
+          few_values<K, kRows>(key, a_.key.row, keys, d, w_.ds + r * kTile, w_.sum + r * ld_, ld_);
         });
       } else {
         for (int64_t r = 0; r < rows_; r++)

@@ -75,6 +75,7 @@ struct FewTask {
 template <class K>
 class FewScan {
   using T = typename K::T;
+  static constexpr bool kBeside = asked_beside<typename K::X>() > 0;
 
  public:
   FewScan(const Attention& a, const FewTask& task, const FewStates<K>& states, FewScratch<K>& w)
@@ -133,6 +134,19 @@ class FewScan {
                                   kFewKeys));
   }
 
+  // What is read after `count` rows of a head from `first` on: those of the next head, of the first
+  // head after them, or, at `last`, of the other tensor.
+  const typename K::S* follows(const Rows& t, int64_t head, int64_t first, int64_t count,
+                               int64_t last, const Rows& other, int64_t other_first) const {
+    const int64_t b = task_.batch;
+    if (head + 1 < task_.heads) return row_of<K>(t, b, task_.kv + head + 1, first);
+    return first + count < last ? row_of<K>(t, b, task_.kv, first + count)
+                                : row_of<K>(other, b, task_.kv, other_first);
+  }
+  FewAsk<K> asks(int64_t r, NextRows& next, const typename K::S* after) const {
+    return in_order_ ? FewAsk<K>{} : few_ask<K>(r, next, after);
+  }
+
   void scores(int64_t k0, int64_t t) {
     const int64_t keys = min_of(kTile, a_.keys - k0), b = task_.batch, rows = task_.rows;
     uint64_t any = 0;
@@ -149,7 +163,7 @@ class FewScan {
     for (int64_t n = 0; n < keys; n += together_) {
       const int64_t some = min_of(together_, keys - n), then = n + ahead_;
       NextRows next;
-      if (!in_order_) {
+      if (!in_order_ && !kBeside) {
         const int64_t units = task_.heads * few_blocks<K>(rows, some);
         next = then < keys ? rows_ahead(a_.key, a_.head_dim, k0 + then, k0 + keys, units)
                            : rows_ahead(a_.value, a_.value_dim, k0 + then - keys, k0 + keys, units);
@@ -159,12 +173,14 @@ class FewScan {
         const typename K::S* key = row_of<K>(a_.key, b, task_.kv + head, k0 + n);
         const T* query = w_.query + head * ld_rows_ * ld_;
         T* s = s_of(t, head) + n;
+        const typename K::S* const after =
+            follows(a_.key, head, k0 + n, some, k0 + keys, a_.value, k0);
         by_rows<K>(rows, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
           if (kRows == 1 && in_order_)
             few_scores<K, 1, true>(key, a_.key.row, some, a_.head_dim, query, ld_, (T)a_.scale, s);
           else
             few_scores<K, kRows>(key, a_.key.row, some, a_.head_dim, query + r * ld_, ld_,
-                                 (T)a_.scale, s + r * kTile, r ? nullptr : &next);
+                                 (T)a_.scale, s + r * kTile, asks(r, next, after));
         });
       }
     }
@@ -211,7 +227,7 @@ class FewScan {
     for (int64_t n = 0; n < keys; n += together_) {
       const int64_t some = min_of(together_, keys - n), then = n + ahead_;
       NextRows next;
-      if (!in_order_) {
+      if (!in_order_ && !kBeside) {
         const int64_t units = task_.heads * some;
         next = then < keys
                    ? rows_ahead(a_.value, a_.value_dim, k0 + then, k0 + keys, units)
@@ -221,10 +237,12 @@ class FewScan {
         if (!any_of(t, head)) continue;
         const FewState<K> state = states_.of(a_, head);
         const typename K::S* value = row_of<K>(a_.value, b, task_.kv + head, k0 + n);
+        const typename K::S* const after =
+            follows(a_.value, head, k0 + n, some, k0 + keys, a_.key, k0 + kTile);
         by_rows<K>(rows, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
           few_values<K, kRows>(value, a_.value.row, some, a_.value_dim,
                                s_of(t, head) + r * kTile + n, state.out + r * ldv_, ldv_,
-                               r || in_order_ ? nullptr : &next);
+                               asks(r, next, after));
         });
       }
     }

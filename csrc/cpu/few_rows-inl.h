@@ -114,9 +114,10 @@ template <class K>
 constexpr int kFewVectors = K::kSplit ? 2 : 1;  // that are loaded together
 
 // out[row][0:width of kVectors] += sum over the keys of s[row][n] value[n], for kRows rows.
-template <class K, int kRows, int kVectors, bool kAsk>
+enum class Asks { kNothing, kNext, kBeside };
+template <class K, int kRows, int kVectors, Asks kAsks>
 void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64_t left,
-                 const typename K::T* s, typename K::T* out, int64_t ld, NextRows* next) {
+                 const typename K::T* s, typename K::T* out, int64_t ld, const FewAsk<K>& ask) {
   using X = typename K::X;
   typename X::V sum[kRows][kVectors];
 #pragma GCC unroll 4
@@ -124,7 +125,13 @@ void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++) sum[r][i] = X::load(out + r * ld + i * K::kLanes);
   for (int64_t n = 0; n < keys; n++) {
-    if constexpr (kAsk) next->ask();
+    if constexpr (kAsks == Asks::kNext) ask.next->ask();
+    if constexpr (kAsks == Asks::kBeside) {
+      const typename K::S* const beside = ask.beside(value, stride, keys, n);
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < kVectors * K::kLanes; i += kLineItems<K>)
+        __builtin_prefetch(beside + i, 0, 3);
+    }
     typename X::V v[kVectors];
     load_values<K>(value + n * stride, left, v);
 #pragma GCC unroll 4
@@ -142,17 +149,26 @@ void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64
 
 template <class K, int kRows>
 void few_values(const typename K::S* value, int64_t stride, int64_t keys, int64_t width,
-                const typename K::T* s, typename K::T* out, int64_t ld, NextRows* next) {
+                const typename K::T* s, typename K::T* out, int64_t ld, FewAsk<K> ask = {}) {
   constexpr int kSums = K::X::kRegisters / 2, kMost = kSums / kRows < 8 ? kSums / kRows : 8;
+  constexpr bool kBeside = asked_beside<typename K::X>() > 0;
   int64_t d = 0;
   const auto columns = [&]<int kVectors>() __attribute__((always_inline)) {
-    for (; width - d > (kVectors - kFewVectors<K>)*K::kLanes; d += kVectors * K::kLanes)
-      if (next && d == 0)
-        few_product<K, kRows, kVectors, true>(value + d, stride, keys, width - d, s, out + d, ld,
-                                              next);
-      else
-        few_product<K, kRows, kVectors, false>(value + d, stride, keys, width - d, s, out + d, ld,
-                                               nullptr);
+    constexpr int64_t kWidth = kVectors * K::kLanes;
+    const auto add = [&]<Asks kAsks>() __attribute__((always_inline)) {
+      few_product<K, kRows, kVectors, kAsks>(value + d, stride, keys, width - d, s, out + d, ld,
+                                             ask);
+    };
+    for (; width - d > kWidth - kFewVectors<K> * K::kLanes; d += kWidth) {
+      if (kBeside && ask.then) {
+        add.template operator()<Asks::kBeside>();
+        ask.then += kWidth;
+      } else if (ask.next && d == 0) {
+        add.template operator()<Asks::kNext>();
+      } else {
+        add.template operator()<Asks::kNothing>();
+      }
+    }
   };
   columns.template operator()<kMost>();
   if constexpr (kMost > 4) columns.template operator()<4>();

@@ -94,6 +94,39 @@ class NextRows {
   int64_t stride_ = 0, bytes_ = 0, rows_ = 0, share_ = 0, at_ = 0;
 };
 
+// Beside each row of few queries' K or V, the one so many rows on is asked for, into the nearest
+// cache; 0: NextRows asks.
+template <class X>
+constexpr int64_t asked_beside() {
+  if constexpr (requires { X::kAskedBeside; })
+    return X::kAskedBeside;
+  else
+    return 0;
+}
+// What few_scores and few_values ask for while they read rows: nothing, or what NextRows has, or
+// the rows beside theirs; `then` are those that follow the last one.
+template <class K>
+struct FewAsk {
+  NextRows* next = nullptr;
+  const typename K::S* then = nullptr;
+
+  // Of row n of `rows`.
+  [[gnu::always_inline]] const typename K::S* beside(const typename K::S* rows, int64_t stride,
+                                                     int64_t count, int64_t n) const {
+    constexpr int64_t kOn = asked_beside<typename K::X>();
+    return n + kOn < count ? rows + (n + kOn) * stride : then + (n + kOn - count) * stride;
+  }
+};
+// The first of by_rows alone asks.
+template <class K>
+FewAsk<K> few_ask(int64_t r, NextRows& next, const typename K::S* then) {
+  if (r) return {};
+  if (asked_beside<typename K::X>() > 0) return {nullptr, then};
+  return {&next};
+}
+template <class K>
+constexpr int64_t kLineItems = kLine / (int64_t)sizeof(typename K::S);
+
 // Columns of a row of few queries, in whole steps of a product.
 template <class K>
 int64_t few_width(int64_t columns) {
@@ -104,11 +137,12 @@ int64_t few_width(int64_t columns) {
 // of partial sums for each pair, and all of these are added at once. What a pair's sum is depends
 // on neither count. Past the last key the last one stands in. The queries are those of few_query,
 // and the sums of pairs are multiplied by the scale afterwards. kInOrder: one key after the other,
-// as they lie in memory; else a piece of each in turn, which loads the query less often.
-template <class K, int kRows, bool kWhole, bool kInOrder>
+// as they lie in memory; else a piece of each in turn, which loads the query less often. kBeside:
+// asks for what lies `beside` numbers further.
+template <class K, int kRows, bool kWhole, bool kInOrder, bool kBeside = false>
 void few_scores_block(const typename K::S* key, int64_t stride, int64_t keys, int64_t columns,
-                      const typename K::T* query, int64_t ld, typename K::T scale,
-                      typename K::T* s) {
+                      const typename K::T* query, int64_t ld, typename K::T scale, typename K::T* s,
+                      int64_t beside = 0) {
   using X = typename K::X;
   using V = typename X::V;
   constexpr int kLanes = K::kLanes, kKeys = kLanes / kRows;
@@ -135,6 +169,8 @@ void few_scores_block(const typename K::S* key, int64_t stride, int64_t keys, in
 #pragma GCC unroll 16
       for (int i = first; i < last; i++) {
         const typename K::S* from = (kWhole ? p[i / 4 * 4] + i % 4 * stride : p[i]) + at;
+        if (kBeside && part == 0 && (kColumns >= kLineItems<K> || d % kLineItems<K> == 0))
+          __builtin_prefetch(from + beside, 0, 3);
         if constexpr (K::kPairs) {
           const auto v = K::Dot::load_row(from, kFull ? kColumns : columns - d);
 #pragma GCC unroll 4
@@ -179,16 +215,23 @@ void few_scores_block(const typename K::S* key, int64_t stride, int64_t keys, in
 template <class K, int kRows, bool kInOrder = false>
 void few_scores(const typename K::S* key, int64_t stride, int64_t keys, int64_t columns,
                 const typename K::T* query, int64_t ld, typename K::T scale, typename K::T* s,
-                NextRows* next = nullptr) {
+                const FewAsk<K>& ask = {}) {
   constexpr int kKeys = K::kLanes / kRows;
+  constexpr bool kBeside = !kInOrder && asked_beside<typename K::X>() > 0;
   int64_t n = 0;
   for (; n + kKeys <= keys; n += kKeys) {
-    if (next) next->ask();
-    few_scores_block<K, kRows, true, kInOrder>(key + n * stride, stride, kKeys, columns, query, ld,
-                                               scale, s + n);
+    const typename K::S* const from = key + n * stride;
+    if (ask.next) ask.next->ask();
+    if (kBeside && ask.then)
+      few_scores_block<K, kRows, true, kInOrder, kBeside>(from, stride, kKeys, columns, query, ld,
+                                                          scale, s + n,
+                                                          ask.beside(key, stride, keys, n) - from);
+    else
+      few_scores_block<K, kRows, true, kInOrder>(from, stride, kKeys, columns, query, ld, scale,
+                                                 s + n);
   }
   if (n == keys) return;
-  if (next) next->ask();
+  if (ask.next) ask.next->ask();
   few_scores_block<K, kRows, false, kInOrder>(key + n * stride, stride, keys - n, columns, query,
                                               ld, scale, s + n);
 }

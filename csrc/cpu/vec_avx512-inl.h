@@ -143,6 +143,24 @@ struct F32x16 {
   static void store(BFloat16* p, V v, int64_t n) {
     _mm256_mask_storeu_epi16(p, first(n), narrow_bf16(v));
   }
+  // 32 numbers, or n of them and zero beyond; and those at even (part 0) or at odd places: a shift
+  // or a mask, where widening in their order has to move each to another place first.
+  static __m512i load_pairs(const BFloat16* p, int64_t n) {
+    return n >= 32 ? _mm512_loadu_si512(p)
+                   : _mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p);
+  }
+  static V split(__m512i x, int part) {
+    return _mm512_castsi512_ps(part == 0 ? _mm512_slli_epi32(x, 16)
+                                         : _mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)));
+  }
+  // Back to their order.
+  static void join(V (&v)[2]) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    const __m512i even = _mm512_castps_si512(v[0]), odd = _mm512_castps_si512(v[1]);
+    v[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi32(even, low, odd));
+    v[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi32(even, high, odd));
+  }
   static V load(const Float16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
   static V load(const Float16* p, int64_t n) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
@@ -246,11 +264,12 @@ struct F32x16 {
 
 // What is faster on Intel's processors (measured on Golden Cove): there an instruction that
 // multiplies by a power of two takes one turn, as a multiply-add does, rows of K and V that stand
-// apart come from the second cache as fast as products want them, and hardware foresees less of a
-// long row.
+// apart come from the second cache as fast as products want them, hardware foresees less of a long
+// row, and few queries wait for instructions where lines are asked for in the order of memory.
 struct F32x16Intel : F32x16 {
   static constexpr int64_t kInPlaceBlocks = 4;
   static constexpr int64_t kLongestAsked = 2048;
+  static constexpr int64_t kAskedBeside = 8;
   static constexpr Exponential kExponential = Exponential::kScale;
   static V fraction(V y) { return _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF); }  // y - floor(y)
   // p 2^floor(y), or 0 where x < least (NaN is not).
@@ -381,6 +400,7 @@ struct F64x8 {
 struct F64x8Intel : F64x8 {
   static constexpr int64_t kInPlaceBlocks = F32x16Intel::kInPlaceBlocks;
   static constexpr int64_t kLongestAsked = F32x16Intel::kLongestAsked;
+  static constexpr int64_t kAskedBeside = F32x16Intel::kAskedBeside;
   // 2^(k / 16), k modulo 16, for the k in the low bits of u; a 2^floor(n), or 0 where x < least.
   static V power(V u) {
     return _mm512_permutex2var_pd(_mm512_loadu_pd(Exp<T>::root), _mm512_castpd_si512(u),
