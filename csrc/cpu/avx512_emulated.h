@@ -9,25 +9,30 @@
 // What takes a constant becomes a template; what may be a macro is none.
 #undef _mm512_cmp_pd_mask
 #undef _mm512_cmp_ps_mask
-#undef _mm512_cmpge_epu32_mask
+#undef _mm512_cmpge_epu16_mask
 #undef _mm512_cvtps_ph
 #undef _mm512_extracti64x4_epi64
+#undef _mm512_mask_shuffle_epi32
 #undef _mm512_permute_pd
 #undef _mm512_reduce_ps
 #undef _mm512_permute_ps
 #undef _mm512_shuffle_f32x4
 #undef _mm512_shuffle_f64x2
 #undef _mm512_shuffle_ps
+#undef _mm512_ternarylogic_epi32
 #define _mm512_cmp_pd_mask(a, b, what) emulated_compare<what, uint8_t>(a, b)
 #define _mm512_cmp_ps_mask(a, b, what) emulated_compare<what, uint16_t>(a, b)
 #define _mm512_cvtps_ph(a, rounding) emulated_cvtps_ph<rounding>(a)
 #define _mm512_extracti64x4_epi64(a, which) emulated_half<__m256i, which>(a)
+#define _mm512_mask_shuffle_epi32(otherwise, k, a, order) \
+  emulated_select((__mmask16)(k), (__m512i)emulated_permute_ps<order>((__m512)(a)), otherwise)
 #define _mm512_permute_pd(a, order) emulated_permute_pd<order>(a)
 #define _mm512_reduce_ps(a, rounding) emulated_reduce_ps<rounding>(a)
 #define _mm512_permute_ps(a, order) emulated_permute_ps<order>(a)
 #define _mm512_shuffle_f32x4(a, b, order) emulated_shuffle_quarters<order>(a, b)
 #define _mm512_shuffle_f64x2(a, b, order) emulated_shuffle_quarters<order>(a, b)
 #define _mm512_shuffle_ps(a, b, order) emulated_shuffle_ps<order>(a, b)
+#define _mm512_ternarylogic_epi32(a, b, c, table) emulated_logic<table>(a, b, c)
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // nothing here is called from another file
 
@@ -162,6 +167,7 @@ INLINE __m512 _mm512_set1_ps(float x) { return x - __m512{}; }
 INLINE __m512d _mm512_set1_pd(double x) { return x - __m512d{}; }
 INLINE __m512i _mm512_set1_epi8(char x) { return (__m512i)(EmulatedU8{} + (uint8_t)x); }
 INLINE __m512i _mm512_set1_epi32(int x) { return (__m512i)(x - EmulatedI32{}); }
+INLINE __m512i _mm512_set1_epi16(short x) { return (__m512i)(EmulatedU16{} + (uint16_t)x); }
 INLINE __m512i _mm512_setr_epi32(int a, int b, int c, int d, int e, int f, int g, int h, int i,
                                  int j, int k, int l, int m, int n, int o, int p) {
   return (__m512i)EmulatedI32{a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p};
@@ -232,20 +238,27 @@ INLINE __m512i _mm512_mul_epu32(__m512i a, __m512i b) {
 }
 INLINE __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
 INLINE __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
-INLINE __m512i _mm512_xor_si512(__m512i a, __m512i b) { return a ^ b; }
+template <int kTable>
+INLINE __m512i emulated_logic(__m512i a, __m512i b, __m512i c) {
+  static_assert(kTable == 0x96);
+  return a ^ b ^ c;
+}
 INLINE __m512i _mm512_slli_epi32(__m512i v, int n) { return (__m512i)((EmulatedU32)v << n); }
 INLINE __m512i _mm512_srli_epi32(__m512i v, int n) { return (__m512i)((EmulatedU32)v >> n); }
 INLINE __m512i _mm512_slli_epi64(__m512i v, int n) { return (__m512i)((EmulatedU64)v << n); }
 INLINE __m512i _mm512_srli_epi64(__m512i v, int n) { return (__m512i)((EmulatedU64)v >> n); }
 
 // Masks.
-INLINE __mmask16 _mm512_cmpge_epu32_mask(__m512i a, __m512i b) {
-  return emulated_mask((EmulatedI32)((EmulatedU32)a >= (EmulatedU32)b));
-}
-INLINE __mmask64 _mm512_test_epi8_mask(__m512i a, __m512i b) {
-  const __m512i set = (__m512i)(((EmulatedU8)a & (EmulatedU8)b) != 0);
+INLINE uint64_t emulated_byte_mask(__m512i set) {
   return (uint32_t)_mm256_movemask_epi8(emulated_half<__m256i, 0>(set)) |
          (uint64_t)(uint32_t)_mm256_movemask_epi8(emulated_half<__m256i, 1>(set)) << 32;
+}
+INLINE __mmask32 _mm512_cmpge_epu16_mask(__m512i a, __m512i b) {
+  return (__mmask32)_pext_u64(emulated_byte_mask((__m512i)((EmulatedU16)a >= (EmulatedU16)b)),
+                              0x5555555555555555);
+}
+INLINE __mmask64 _mm512_test_epi8_mask(__m512i a, __m512i b) {
+  return emulated_byte_mask((__m512i)(((EmulatedU8)a & (EmulatedU8)b) != 0));
 }
 INLINE __m512 _mm512_mask_mov_ps(__m512 otherwise, __mmask16 k, __m512 v) {
   return emulated_select(k, v, otherwise);

@@ -101,11 +101,13 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       visible = scores<K>(a, b, h, q.q0, q.rows, k0, keys, q.query, key_rows, visible, w.bits, w.s,
                           w.extra, &w.ahead, bands, top);
       const bool partial = visible == Visibility::kPartial;
-      const Seen hidden{partial ? w.bits : nullptr};
+      const bool dropout = a.dropout.seed && with_values;
+      if (dropout) dropout_tile<K>(a, b, h, q.q0, q.rows, k0, keys, w.keep);
+      const Seen visible_pairs{partial ? w.bits : nullptr}, kept_pairs{dropout ? w.keep : nullptr};
       const int64_t rescaled = q.started && !q.by_rows ? value_dim : 0;
       if (q.by_rows) __builtin_memcpy(old, q.m, sizeof old);
       const bool paired =
-          K::kPairs && with_values && !partial && !bands && keys == kTile && !a.dropout.seed;
+          K::kPairs && with_values && !partial && !bands && keys == kTile && !dropout;
       if constexpr (K::kPairs) {
         if (paired) softmax_pairs<K>(q.vectors, q.started, w.s, q.m, q.l, q.out, rescaled, w.pairs);
       }
@@ -114,17 +116,13 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
           const int64_t lane = first * K::kLanes;
           if (seen.begin < seen.end)
             softmax_tile<K>(seen.end - seen.begin, count, w.s + seen.begin * kRow + lane, top,
-                            hidden.from(seen.begin, lane), q.m + lane, q.l + lane, q.out + lane,
-                            rescaled);
+                            visible_pairs.from(seen.begin, lane), kept_pairs.from(seen.begin, lane),
+                            q.m + lane, q.l + lane, q.out + lane, rescaled);
         });
       if (!with_values) continue;
       if (partial && !checked) {
         finite = all_finite<K>(value, a.value.row, keys, a.value_dim);
         checked = true;
-      }
-      if (a.dropout.seed) {
-        dropout_tile<K>(a, b, h, q.q0, q.rows, k0, keys, w.keep);
-        select_tile<K>(w.keep, keys, q.vectors, 0, w.s);
       }
       const bool dirty = partial && !finite;
       if (q.by_rows) {

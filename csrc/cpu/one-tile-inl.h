@@ -37,7 +37,7 @@ bool one_tile_weights(const Attention& a, int64_t b, int64_t h, const Operand& k
     visible = scores<K>(a, b, h, q.q0, q.rows, 0, a.keys, q.query, key_rows, visible, w.bits, w.s,
                         w.extra, nullptr, nullptr, top);
     const Seen seen{visible == Visibility::kPartial ? w.bits : nullptr};
-    softmax_tile<K>(a.keys, q.vectors, w.s, top, seen, q.m, q.l, q.out, 0);
+    softmax_tile<K>(a.keys, q.vectors, w.s, top, seen, {}, q.m, q.l, q.out, 0);
   }
   const int64_t at = (b * a.heads + h) * a.queries + q.q0;
   T high[kRow], low[kRow];

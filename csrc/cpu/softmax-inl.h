@@ -99,9 +99,10 @@ typename K::X::V level_of(const typename K::T* m) {
 }
 
 // One tile of scores for NV vectors of queries: S -> P, adds P to l. `top`: the largest scores,
-// where they are known.
-template <class K, int NV, bool kMasked>
-void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, Seen seen,
+// where they are known. kDropout: P is 0 where the pair is not `kept`, and counts in l all the
+// same.
+template <class K, int NV, bool kMasked, bool kDropout>
+void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, Seen seen, Seen kept,
                    typename K::T* m, typename K::T* l, typename K::T* out, int64_t value_dim) {
   using X = typename K::X;
   using V = typename X::V;
@@ -123,7 +124,7 @@ void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, See
 #pragma GCC unroll 2
       for (int k = 0; k < kKeys; k++) {
         e[k] = seen_or<X, kMasked>(seen, key + k, i, e[k], X::zero());
-        X::store(p + k * kRow, e[k]);
+        X::store(p + k * kRow, seen_or<X, kDropout>(kept, key + k, i, e[k], X::zero()));
         sum[k][i] = X::add(sum[k][i], e[k]);
       }
     }
@@ -184,19 +185,19 @@ void by_vectors(int64_t vectors, const Run& run) {
   for (; vectors > 0; vectors--, lane += K::kLanes) run.template operator()<1>(lane);
 }
 
-// Scores of pairs that are not seen may be anything; their P is 0.
+// Scores of pairs that are not seen may be anything; their P is 0, as is that of pairs which are
+// not kept.
 template <class K>
 void softmax_tile(int64_t keys, int64_t vectors, typename K::T* s, const typename K::T* top,
-                  Seen seen, typename K::T* m, typename K::T* l, typename K::T* out,
+                  Seen seen, Seen kept, typename K::T* m, typename K::T* l, typename K::T* out,
                   int64_t value_dim) {
   by_vectors<K>(vectors, [&]<int NV>(int64_t lane) {
-    const typename K::T* const known = top ? top + lane : nullptr;
-    if (seen.bits)
-      softmax_lanes<K, NV, true>(keys, s + lane, known, seen.from(0, lane), m + lane, l + lane,
-                                 out + lane, value_dim);
-    else
-      softmax_lanes<K, NV, false>(keys, s + lane, known, {}, m + lane, l + lane, out + lane,
-                                  value_dim);
+    const auto run =
+        seen.bits ? kept.bits ? softmax_lanes<K, NV, true, true> : softmax_lanes<K, NV, true, false>
+        : kept.bits ? softmax_lanes<K, NV, false, true>
+                    : softmax_lanes<K, NV, false, false>;
+    run(keys, s + lane, top ? top + lane : nullptr, seen.from(0, lane), kept.from(0, lane),
+        m + lane, l + lane, out + lane, value_dim);
   });
 }
 

@@ -379,27 +379,85 @@ void ask_pairs(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t k0,
   ask(a.bias, a.bias_is_float32 ? 4 : (int64_t)sizeof(typename K::S));
 }
 
+// The keys of the rounds of Philox in all lanes.
+template <class U>
+struct LaneKeys {
+  U first[kPhiloxRounds], second[kPhiloxRounds];
+  explicit LaneKeys(const PhiloxSeed& seed) {
+    for (int i = 0; i < kPhiloxRounds; i++) {
+      first[i] = U::set(first_key(seed, i));
+      second[i] = U::set(second_key(seed, i));
+    }
+  }
+};
+template <class U>
+U first_key(const LaneKeys<U>& keys, int round) {
+  return keys.first[round];
+}
+template <class U>
+U second_key(const LaneKeys<U>& keys, int round) {
+  return keys.second[round];
+}
+
+// Two vectors side by side: one alone waits for its multiplications.
+template <class U>
+struct Twice {
+  U first, second;
+  static constexpr int kLanes = 2 * U::kLanes;
+  static Twice set(uint32_t x) { return {U::set(x), U::set(x)}; }
+  static Twice from(uint32_t x) { return {U::from(x), U::from(x + U::kLanes)}; }
+};
+template <class U>
+[[gnu::always_inline]] inline void multiply(uint32_t factor, const Twice<U>& x, Twice<U>* high,
+                                            Twice<U>* low) {
+  multiply(factor, x.first, &high->first, &low->first);
+  multiply(factor, x.second, &high->second, &low->second);
+}
+template <class U>
+[[gnu::always_inline]] inline Twice<U> exclusive_or(const Twice<U>& a, const Twice<U>& b,
+                                                    const U& c) {
+  return {exclusive_or(a.first, b.first, c), exclusive_or(a.second, b.second, c)};
+}
+template <class U>
+[[gnu::always_inline]] inline void at_least(const Twice<U>& x, uint32_t t, uint64_t* low,
+                                            uint64_t* high) {
+  uint64_t low2, high2;
+  at_least(x.first, t, low, high);
+  at_least(x.second, t, &low2, &high2);
+  *low |= low2 << U::kLanes;
+  *high |= high2 << U::kLanes;
+}
+
 // Bit r of keep[j]: the pair (q0 + r, k0 + j) survives dropout.
 template <class K>
 void dropout_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
                   int64_t keys, uint64_t* keep) {
   using U = typename K::X::U;
   const int64_t first = a.origin.key + k0;
-  const uint32_t key0 = (uint32_t)a.dropout.seed[0], key1 = (uint32_t)a.dropout.seed[1];
-  const uint32_t t = a.dropout.threshold;
-  for (int64_t j = 0; j < keys; j++) keep[j] = 0;
-  for (int64_t group = first >> 3; group <= (first + keys - 1) >> 3; group++)
-    for (int64_t r = 0; r < rows; r += U::kLanes) {
-      const Philox<U> random =
-          philox<U>(U::set((uint32_t)group), U::from((uint32_t)(a.origin.query + q0 + r)),
-                    U::set((uint32_t)(a.origin.head + h)), U::set((uint32_t)(a.origin.batch + b)),
-                    key0, key1);
-      const int64_t offset = group * 8 - first;
-      for (int64_t lane = max_of(0, -offset); lane < min_of(8, keys - offset); lane++) {
-        const U word = random.word[lane >> 1];
-        keep[offset + lane] |= (lane & 1 ? word.high_at_least(t) : word.low_at_least(t)) << r;
+  const LaneKeys<U> lane_keys(philox_seed(a.dropout));
+  for (int64_t group = first >> 3; group <= (first + keys - 1) >> 3; group++) {
+    uint64_t kept[8] = {};
+    const auto draw = [&]<class Lanes>(int64_t r, Lanes query) __attribute__((always_inline)) {
+      const Philox<Lanes> random =
+          philox(Lanes::set((uint32_t)group), query, Lanes::set((uint32_t)(a.origin.head + h)),
+                 Lanes::set((uint32_t)(a.origin.batch + b)), lane_keys);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        uint64_t low, high;
+        at_least(random.word[i], a.dropout.threshold, &low, &high);
+        kept[2 * i] |= low << r;
+        kept[2 * i + 1] |= high << r;
       }
-    }
+    };
+    const uint32_t query = (uint32_t)(a.origin.query + q0);
+    int64_t r = 0;
+    if constexpr (K::X::kRegisters == 32)
+      for (; r + U::kLanes < rows; r += 2 * U::kLanes) draw(r, Twice<U>::from(query + (uint32_t)r));
+    for (; r < rows; r += U::kLanes) draw(r, U::from(query + (uint32_t)r));
+    const int64_t offset = group * 8 - first;
+    for (int64_t i = max_of(0, -offset); i < min_of(8, keys - offset); i++)
+      keep[offset + i] = kept[i];
+  }
 }
 
 }  // namespace

@@ -13,33 +13,37 @@ struct Bytes64 {  // for tile_visibility
   static void transpose(uint64_t* words) { transpose_bits(words); }
 };
 
+// Eight numbers: those at even places in the low halves of four lanes, those at odd places
+// likewise. The high halves may be anything, as multiplications do not read them.
 struct U32x8 {
   using Bytes = Bytes64;
-  __m256i v;
+  __m256i even, odd;
   static constexpr int kLanes = 8;
-  static U32x8 set(uint32_t x) { return {_mm256_set1_epi32((int)x)}; }
+  static U32x8 set(uint32_t x) {
+    const __m256i all = _mm256_set1_epi32((int)x);
+    return {all, all};
+  }
   static U32x8 from(uint32_t first) {
-    return {
-        _mm256_add_epi32(_mm256_set1_epi32((int)first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))};
+    const __m256i all = _mm256_set1_epi32((int)first);
+    return {_mm256_add_epi32(all, _mm256_setr_epi32(0, 0, 2, 0, 4, 0, 6, 0)),
+            _mm256_add_epi32(all, _mm256_setr_epi32(1, 0, 3, 0, 5, 0, 7, 0))};
   }
-  static uint64_t at_least(__m256i x,
-                           uint32_t t) {  // both below 2^16, so a signed comparison serves
-    return (uint64_t)_mm256_movemask_ps(
-        _mm256_castsi256_ps(_mm256_cmpgt_epi32(x, _mm256_set1_epi32((int)t - 1))));
-  }
-  uint64_t low_at_least(uint32_t t) const {
-    return at_least(_mm256_and_si256(v, _mm256_set1_epi32(0xffff)), t);
-  }
-  uint64_t high_at_least(uint32_t t) const { return at_least(_mm256_srli_epi32(v, 16), t); }
 };
-inline U32x8 operator^(U32x8 a, U32x8 b) { return {_mm256_xor_si256(a.v, b.v)}; }
-inline U32x8 broadcast(uint32_t x, U32x8) { return U32x8::set(x); }
+inline U32x8 exclusive_or(U32x8 a, U32x8 b, U32x8 c) {
+  return {_mm256_xor_si256(_mm256_xor_si256(b.even, c.even), a.even),
+          _mm256_xor_si256(_mm256_xor_si256(b.odd, c.odd), a.odd)};
+}
 inline void multiply(uint32_t factor, U32x8 x, U32x8* high, U32x8* low) {
   const __m256i f = _mm256_set1_epi32((int)factor);
-  const __m256i even = _mm256_mul_epu32(x.v, f),
-                odd = _mm256_mul_epu32(_mm256_srli_epi64(x.v, 32), f);
-  low->v = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
-  high->v = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+  *low = {_mm256_mul_epu32(x.even, f), _mm256_mul_epu32(x.odd, f)};
+  *high = {_mm256_srli_epi64(low->even, 32), _mm256_srli_epi64(low->odd, 32)};
+}
+// Bit i: the low (or high) 16 bits of number i are at least t.
+inline void at_least(U32x8 x, uint32_t t, uint64_t* low, uint64_t* high) {
+  const __m256i all = _mm256_blend_epi32(x.even, _mm256_slli_epi64(x.odd, 32), 0xaa);
+  const __m256i both = _mm256_cmpeq_epi16(_mm256_max_epu16(all, _mm256_set1_epi16((short)t)), all);
+  *low = (uint64_t)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)));
+  *high = (uint64_t)_mm256_movemask_ps(_mm256_castsi256_ps(both));
 }
 
 struct F32x8 {

@@ -11,33 +11,39 @@ struct Bytes64 {  // for tile_visibility
   static void transpose(uint64_t* words);
 };
 
+// 16 numbers: those at even places in the low halves of eight lanes, those at odd places likewise.
+// The high halves may be anything, as multiplications do not read them.
 struct U32x16 {
   using Bytes = Bytes64;
-  __m512i v;
+  __m512i even, odd;
   static constexpr int kLanes = 16;
-  static U32x16 set(uint32_t x) { return {_mm512_set1_epi32((int)x)}; }
+  static U32x16 set(uint32_t x) {
+    const __m512i all = _mm512_set1_epi32((int)x);
+    return {all, all};
+  }
   static U32x16 from(uint32_t first) {
+    const __m512i all = _mm512_set1_epi32((int)first);
     return {
-        _mm512_add_epi32(_mm512_set1_epi32((int)first),
-                         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))};
-  }
-  // Bit i: the low (or high) 16 bits of lane i are at least t.
-  uint64_t low_at_least(uint32_t t) const {
-    return _mm512_cmpge_epu32_mask(_mm512_and_si512(v, _mm512_set1_epi32(0xffff)),
-                                   _mm512_set1_epi32((int)t));
-  }
-  uint64_t high_at_least(uint32_t t) const {
-    return _mm512_cmpge_epu32_mask(_mm512_srli_epi32(v, 16), _mm512_set1_epi32((int)t));
+        _mm512_add_epi32(all, _mm512_setr_epi32(0, 0, 2, 0, 4, 0, 6, 0, 8, 0, 10, 0, 12, 0, 14, 0)),
+        _mm512_add_epi32(all,
+                         _mm512_setr_epi32(1, 0, 3, 0, 5, 0, 7, 0, 9, 0, 11, 0, 13, 0, 15, 0))};
   }
 };
-inline U32x16 operator^(U32x16 a, U32x16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
-inline U32x16 broadcast(uint32_t x, U32x16) { return U32x16::set(x); }
+inline U32x16 exclusive_or(U32x16 a, U32x16 b, U32x16 c) {
+  return {_mm512_ternarylogic_epi32(a.even, b.even, c.even, 0x96),
+          _mm512_ternarylogic_epi32(a.odd, b.odd, c.odd, 0x96)};
+}
 inline void multiply(uint32_t factor, U32x16 x, U32x16* high, U32x16* low) {
   const __m512i f = _mm512_set1_epi32((int)factor);
-  const __m512i even = _mm512_mul_epu32(x.v, f),
-                odd = _mm512_mul_epu32(_mm512_srli_epi64(x.v, 32), f);
-  low->v = _mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
-  high->v = _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
+  *low = {_mm512_mul_epu32(x.even, f), _mm512_mul_epu32(x.odd, f)};
+  *high = {_mm512_srli_epi64(low->even, 32), _mm512_srli_epi64(low->odd, 32)};
+}
+// Bit i: the low (or high) 16 bits of number i are at least t.
+inline void at_least(U32x16 x, uint32_t t, uint64_t* low, uint64_t* high) {
+  const __m512i all = _mm512_mask_shuffle_epi32(x.even, 0xaaaa, x.odd, _MM_PERM_CCAA);
+  const uint32_t both = _mm512_cmpge_epu16_mask(all, _mm512_set1_epi16((short)t));
+  *low = _pext_u32(both, 0x55555555);
+  *high = _pext_u32(both, 0xaaaaaaaa);
 }
 
 // Half a vector, for what is left of a row: what products need of it.

@@ -10,21 +10,22 @@ struct U32x4 {
   static constexpr int kLanes = 4;
   static U32x4 set(uint32_t x) { return {Vector{x, x, x, x}}; }
   static U32x4 from(uint32_t first) { return {Vector{first, first + 1, first + 2, first + 3}}; }
-  uint64_t low_at_least(uint32_t t) const { return at_least(0, t); }
-  uint64_t high_at_least(uint32_t t) const { return at_least(16, t); }
-  uint64_t at_least(int shift, uint32_t t) const {
-    uint64_t bits = 0;
-    for (int i = 0; i < 4; i++) bits |= (uint64_t)((v[i] >> shift & 0xffff) >= t) << i;
-    return bits;
-  }
 };
-inline U32x4 operator^(U32x4 a, U32x4 b) { return {a.v ^ b.v}; }
-inline U32x4 broadcast(uint32_t x, U32x4) { return U32x4::set(x); }
+inline U32x4 exclusive_or(U32x4 a, U32x4 b, U32x4 c) { return {a.v ^ b.v ^ c.v}; }
 inline void multiply(uint32_t factor, U32x4 x, U32x4* high, U32x4* low) {
   for (int i = 0; i < 4; i++) {
     const uint64_t product = (uint64_t)factor * x.v[i];
     high->v[i] = (uint32_t)(product >> 32);
     low->v[i] = (uint32_t)product;
+  }
+}
+
+// Bit i: the low (or high) 16 bits of number i are at least t.
+inline void at_least(U32x4 x, uint32_t t, uint64_t* low, uint64_t* high) {
+  *low = *high = 0;
+  for (int i = 0; i < 4; i++) {
+    *low |= (uint64_t)((x.v[i] & 0xffff) >= t) << i;
+    *high |= (uint64_t)(x.v[i] >> 16 >= t) << i;
   }
 }
 

@@ -1,6 +1,6 @@
 // Dropout as a pure function of position: Philox4x32-10 (Salmon et al., SC 2011), written over the
-// lane type. A lane type U has operator^ and operator+, and a free function multiply(factor, x,
-// &high, &low).
+// lane type. A lane type U has free functions multiply(factor, x, &high, &low) and
+// exclusive_or(a, b, c).
 #pragma once
 #include "attention.h"
 
@@ -11,25 +11,40 @@ struct Philox {
   U word[4];
 };
 
+constexpr int kPhiloxRounds = 10;
+
+// What the keys of the rounds come from.
+struct PhiloxSeed {
+  uint32_t first, second;
+};
+HOST_DEVICE PhiloxSeed philox_seed(const Dropout& dropout) {
+  return {(uint32_t)dropout.seed[0], (uint32_t)dropout.seed[1]};
+}
+HOST_DEVICE uint32_t first_key(const PhiloxSeed& seed, int round) {
+  return seed.first + (uint32_t)round * 0x9E3779B9u;
+}
+HOST_DEVICE uint32_t second_key(const PhiloxSeed& seed, int round) {
+  return seed.second + (uint32_t)round * 0xBB67AE85u;
+}
+
 HOST_DEVICE void multiply(uint32_t factor, uint32_t x, uint32_t* high, uint32_t* low) {
   const uint64_t product = (uint64_t)factor * x;
   *high = (uint32_t)(product >> 32);
   *low = (uint32_t)product;
 }
-HOST_DEVICE uint32_t broadcast(uint32_t x, uint32_t) { return x; }
+HOST_DEVICE uint32_t exclusive_or(uint32_t a, uint32_t b, uint32_t c) { return a ^ b ^ c; }
 
-template <class U>
-HOST_DEVICE Philox<U> philox(U c0, U c1, U c2, U c3, uint32_t key0, uint32_t key1) {
-  for (int round = 0; round < 10; round++) {
+// Keys: PhiloxSeed, or whatever else has first_key and second_key.
+template <class U, class Keys>
+HOST_DEVICE Philox<U> philox(U c0, U c1, U c2, U c3, const Keys& keys) {
+  for (int round = 0; round < kPhiloxRounds; round++) {
     U high0, low0, high1, low1;
     multiply(0xD2511F53u, c0, &high0, &low0);
     multiply(0xCD9E8D57u, c2, &high1, &low1);
-    c0 = high1 ^ c1 ^ broadcast(key0, c0);
+    c0 = exclusive_or(high1, c1, first_key(keys, round));
     c1 = low1;
-    c2 = high0 ^ c3 ^ broadcast(key1, c0);
+    c2 = exclusive_or(high0, c3, second_key(keys, round));
     c3 = low0;
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
   }
   return {{c0, c1, c2, c3}};
 }
@@ -44,8 +59,7 @@ HOST_DEVICE double keep_scale(uint32_t threshold) { return 65536.0 / (65536.0 - 
 // Whether pair (q, k) of head h of batch entry b is kept; all in global positions, mod 2^32.
 HOST_DEVICE bool keeps(const Dropout& dropout, int64_t b, int64_t h, int64_t q, int64_t k) {
   const Philox<uint32_t> random =
-      philox<uint32_t>((uint32_t)(k >> 3), (uint32_t)q, (uint32_t)h, (uint32_t)b,
-                       (uint32_t)dropout.seed[0], (uint32_t)dropout.seed[1]);
+      philox((uint32_t)(k >> 3), (uint32_t)q, (uint32_t)h, (uint32_t)b, philox_seed(dropout));
   return (random.word[(k & 7) >> 1] >> (k & 1 ? 16 : 0) & 0xffff) >= dropout.threshold;
 }
 
