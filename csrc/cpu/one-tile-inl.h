@@ -23,21 +23,21 @@ bool one_tile_weights(const Attention& a, int64_t b, int64_t h, const Operand& k
                       QueryBlock<K>& q, ForwardScratch<K>& w) {
   using T = typename K::T;
   using X = typename K::X;
-  for (int64_t r = 0; r < q.vectors * K::kLanes; r++) {
-    q.m[r] = -(T)INFINITY;
-    q.l[r] = 0;
-  }
   Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, 0, a.keys, w.bits);
   if (visible == Visibility::kEmpty) {
     for (int64_t n = 0; n < a.keys; n++) w.bits[n] = 0;
     for (int64_t i = 0; i < a.keys * kRow; i++) w.s[i] = 0;
+    for (int64_t r = 0; r < q.vectors * K::kLanes; r++) {
+      q.m[r] = -(T)INFINITY;
+      q.l[r] = 0;
+    }
   } else {
     pack_query<K>(a, b, h, q.q0, q.rows, q.query);
     T* const top = scores_are_product<K>(a, nullptr) ? w.top : nullptr;
     visible = scores<K>(a, b, h, q.q0, q.rows, 0, a.keys, q.query, key_rows, visible, w.bits, w.s,
                         w.extra, nullptr, nullptr, top);
     const Seen seen{visible == Visibility::kPartial ? w.bits : nullptr};
-    softmax_tile<K>(a.keys, q.vectors, w.s, top, seen, {}, q.m, q.l, q.out, 0);
+    softmax_one_tile<K>(a.keys, q.vectors, w.s, top, seen, q.m, q.l);
   }
   const int64_t at = (b * a.heads + h) * a.queries + q.q0;
   T high[kRow], low[kRow];

@@ -98,15 +98,29 @@ typename K::X::V level_of(const typename K::T* m) {
   return X::select(X::eq(level, X::set(-(typename K::T)INFINITY)), X::zero(), level);
 }
 
-// One tile of scores for NV vectors of queries: S -> P, adds P to l. `top`: the largest scores,
-// where they are known. kDropout: P is 0 where the pair is not `kept`, and counts in l all the
-// same.
-template <class K, int NV, bool kMasked, bool kDropout>
+// The levels of queries of which this is the first tile: nothing has to be rescaled.
+template <class K, int NV, bool kMasked>
+void first_levels(int64_t keys, const typename K::T* s, const typename K::T* known, Seen seen,
+                  typename K::T* m) {
+  using X = typename K::X;
+  typename X::V top[NV];
+  find_tops<K, NV, kMasked>(keys, s, kMasked ? nullptr : known, seen, top);
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++) X::store(m + i * K::kLanes, top[i]);
+}
+
+// One tile of scores for NV vectors of queries: S -> P, adds P to l, or, where it is their first,
+// makes m and l. `top`: the largest scores, where they are known. kDropout: P is 0 where the pair
+// is not `kept`, and counts in l all the same.
+template <class K, int NV, bool kMasked, bool kDropout, bool kFirst = false>
 void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, Seen seen, Seen kept,
                    typename K::T* m, typename K::T* l, typename K::T* out, int64_t value_dim) {
   using X = typename K::X;
   using V = typename X::V;
-  raise_levels<K, NV, kMasked>(keys, s, top, seen, m, l, out, value_dim);
+  if constexpr (kFirst)
+    first_levels<K, NV, kMasked>(keys, s, top, seen, m);
+  else
+    raise_levels<K, NV, kMasked>(keys, s, top, seen, m, l, out, value_dim);
   V level[NV], sum[2][NV];  // of even and of odd keys: shorter chains round less
 #pragma GCC unroll 4
   for (int i = 0; i < NV; i++) {
@@ -133,8 +147,10 @@ void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, See
   for (; n + 2 <= keys; n += 2) exponentials.template operator()<2>(n);
   if (n < keys) exponentials.template operator()<1>(n);
 #pragma GCC unroll 4
-  for (int i = 0; i < NV; i++)
-    X::store(l + i * K::kLanes, X::add(X::load(l + i * K::kLanes), X::add(sum[0][i], sum[1][i])));
+  for (int i = 0; i < NV; i++) {
+    const V all = X::add(sum[0][i], sum[1][i]);
+    X::store(l + i * K::kLanes, kFirst ? all : X::add(X::load(l + i * K::kLanes), all));
+  }
 }
 
 // The same for all 64 keys, P as pairs of keys; S stays. kTry: in the hope that no level has to be
@@ -198,6 +214,18 @@ void softmax_tile(int64_t keys, int64_t vectors, typename K::T* s, const typenam
                     : softmax_lanes<K, NV, false, false>;
     run(keys, s + lane, top ? top + lane : nullptr, seen.from(0, lane), kept.from(0, lane),
         m + lane, l + lane, out + lane, value_dim);
+  });
+}
+
+// The same for the first and only tile: m and l need not be set.
+template <class K>
+void softmax_one_tile(int64_t keys, int64_t vectors, typename K::T* s, const typename K::T* top,
+                      Seen seen, typename K::T* m, typename K::T* l) {
+  by_vectors<K>(vectors, [&]<int NV>(int64_t lane) {
+    const auto run = seen.bits ? softmax_lanes<K, NV, true, false, true>
+                               : softmax_lanes<K, NV, false, false, true>;
+    run(keys, s + lane, top ? top + lane : nullptr, seen.from(0, lane), {}, m + lane, l + lane,
+        nullptr, 0);
   });
 }
 

@@ -98,6 +98,7 @@ struct F32x16 {
 
   static V zero() { return _mm512_setzero_ps(); }
   static V set(float x) { return _mm512_set1_ps(x); }
+  static Half::V low(V v) { return _mm512_castps512_ps256(v); }
   static V add(V a, V b) { return _mm512_add_ps(a, b); }
   static V sub(V a, V b) { return _mm512_sub_ps(a, b); }
   static V mul(V a, V b) { return _mm512_mul_ps(a, b); }
@@ -294,6 +295,7 @@ struct F64x8 {
 
   static V zero() { return _mm512_setzero_pd(); }
   static V set(double x) { return _mm512_set1_pd(x); }
+  static Half::V low(V v) { return _mm512_castpd512_pd256(v); }
   static V add(V a, V b) { return _mm512_add_pd(a, b); }
   static V sub(V a, V b) { return _mm512_sub_pd(a, b); }
   static V mul(V a, V b) { return _mm512_mul_pd(a, b); }

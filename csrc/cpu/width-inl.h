@@ -93,9 +93,10 @@ void width_product(const WidthRows<K>& x, const typename K::T* tile, To* to, int
     for (int r = 0; r < kRows; r++) {
       const typename K::T* weight =
           tile + (kA == Contiguous::kAlongM ? n * kRow + r : r * kRow + n);
+      const typename X::V w = X::set(*weight);
 #pragma GCC unroll 4
-      for (int i = 0; i < kVectors; i++) sum[r][i] = X::fma(v[i], X::set(*weight), sum[r][i]);
-      if constexpr (kHalf) rest[r] = Half::fma(last, Half::set(*weight), rest[r]);
+      for (int i = 0; i < kVectors; i++) sum[r][i] = X::fma(v[i], w, sum[r][i]);
+      if constexpr (kHalf) rest[r] = Half::fma(last, X::low(w), rest[r]);
     }
     row += x.stride;
   };
