@@ -379,24 +379,22 @@ void ask_pairs(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t k0,
   ask(a.bias, a.bias_is_float32 ? 4 : (int64_t)sizeof(typename K::S));
 }
 
-// The keys of the rounds of Philox in all lanes.
+// The keys of a round of Philox in all lanes; those of the next round lie behind them.
 template <class U>
 struct LaneKeys {
-  U first[kPhiloxRounds], second[kPhiloxRounds];
-  explicit LaneKeys(const PhiloxSeed& seed) {
-    for (int i = 0; i < kPhiloxRounds; i++) {
-      first[i] = U::set(first_key(seed, i));
-      second[i] = U::set(second_key(seed, i));
-    }
-  }
+  U first, second;
 };
 template <class U>
-U first_key(const LaneKeys<U>& keys, int round) {
-  return keys.first[round];
+U first_key(const LaneKeys<U>* keys) {
+  return keys->first;
 }
 template <class U>
-U second_key(const LaneKeys<U>& keys, int round) {
-  return keys.second[round];
+U second_key(const LaneKeys<U>* keys) {
+  return keys->second;
+}
+template <class U>
+const LaneKeys<U>* next_keys(const LaneKeys<U>* keys) {
+  return keys + 1;
 }
 
 // Two vectors side by side: one alone waits for its multiplications.
@@ -434,7 +432,13 @@ void dropout_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
                   int64_t keys, uint64_t* keep) {
   using U = typename K::X::U;
   const int64_t first = a.origin.key + k0;
-  const LaneKeys<U> lane_keys(philox_seed(a.dropout));
+  LaneKeys<U> rounds[kPhiloxRounds];
+  const LaneKeys<U>* const lane_keys = rounds;
+  PhiloxKeys next = philox_keys(a.dropout);
+  for (LaneKeys<U>& round : rounds) {
+    round = {U::set(first_key(next)), U::set(second_key(next))};
+    next = next_keys(next);
+  }
   for (int64_t group = first >> 3; group <= (first + keys - 1) >> 3; group++) {
     uint64_t kept[8] = {};
     const auto draw = [&]<class Lanes>(int64_t r, Lanes query) __attribute__((always_inline)) {

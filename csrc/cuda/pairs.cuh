@@ -141,7 +141,7 @@ DEVICE uint32_t visible_half_word(const Attention& a, int64_t b, int64_t h, int6
 DEVICE uint32_t kept_group(const Attention& a, int64_t b, int64_t h, int64_t i, int64_t group) {
   const Philox<uint32_t> random =
       philox((uint32_t)group, (uint32_t)(a.origin.query + i), (uint32_t)(a.origin.head + h),
-             (uint32_t)(a.origin.batch + b), philox_seed(a.dropout));
+             (uint32_t)(a.origin.batch + b), philox_keys(a.dropout));
   const uint32_t threshold = a.dropout.threshold << 16;  // 16 bits each: compared as high halves
   uint32_t kept = 0;
 #pragma unroll

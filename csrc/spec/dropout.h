@@ -13,18 +13,18 @@ struct Philox {
 
 constexpr int kPhiloxRounds = 10;
 
-// What the keys of the rounds come from.
-struct PhiloxSeed {
+// The keys of a round, and those of the round after it. (One from the other: as functions of the
+// round they cost the CUDA kernels registers.)
+struct PhiloxKeys {
   uint32_t first, second;
 };
-HOST_DEVICE PhiloxSeed philox_seed(const Dropout& dropout) {
+HOST_DEVICE uint32_t first_key(const PhiloxKeys& keys) { return keys.first; }
+HOST_DEVICE uint32_t second_key(const PhiloxKeys& keys) { return keys.second; }
+HOST_DEVICE PhiloxKeys next_keys(const PhiloxKeys& keys) {
+  return {keys.first + 0x9E3779B9u, keys.second + 0xBB67AE85u};
+}
+HOST_DEVICE PhiloxKeys philox_keys(const Dropout& dropout) {
   return {(uint32_t)dropout.seed[0], (uint32_t)dropout.seed[1]};
-}
-HOST_DEVICE uint32_t first_key(const PhiloxSeed& seed, int round) {
-  return seed.first + (uint32_t)round * 0x9E3779B9u;
-}
-HOST_DEVICE uint32_t second_key(const PhiloxSeed& seed, int round) {
-  return seed.second + (uint32_t)round * 0xBB67AE85u;
 }
 
 HOST_DEVICE void multiply(uint32_t factor, uint32_t x, uint32_t* high, uint32_t* low) {
@@ -34,17 +34,18 @@ HOST_DEVICE void multiply(uint32_t factor, uint32_t x, uint32_t* high, uint32_t*
 }
 HOST_DEVICE uint32_t exclusive_or(uint32_t a, uint32_t b, uint32_t c) { return a ^ b ^ c; }
 
-// Keys: PhiloxSeed, or whatever else has first_key and second_key.
+// keys: those of the first round, PhiloxKeys or what has the same functions.
 template <class U, class Keys>
-HOST_DEVICE Philox<U> philox(U c0, U c1, U c2, U c3, const Keys& keys) {
+HOST_DEVICE Philox<U> philox(U c0, U c1, U c2, U c3, Keys keys) {
   for (int round = 0; round < kPhiloxRounds; round++) {
     U high0, low0, high1, low1;
     multiply(0xD2511F53u, c0, &high0, &low0);
     multiply(0xCD9E8D57u, c2, &high1, &low1);
-    c0 = exclusive_or(high1, c1, first_key(keys, round));
+    c0 = exclusive_or(high1, c1, first_key(keys));
     c1 = low1;
-    c2 = exclusive_or(high0, c3, second_key(keys, round));
+    c2 = exclusive_or(high0, c3, second_key(keys));
     c3 = low0;
+    keys = next_keys(keys);
   }
   return {{c0, c1, c2, c3}};
 }
@@ -59,7 +60,7 @@ HOST_DEVICE double keep_scale(uint32_t threshold) { return 65536.0 / (65536.0 - 
 // Whether pair (q, k) of head h of batch entry b is kept; all in global positions, mod 2^32.
 HOST_DEVICE bool keeps(const Dropout& dropout, int64_t b, int64_t h, int64_t q, int64_t k) {
   const Philox<uint32_t> random =
-      philox((uint32_t)(k >> 3), (uint32_t)q, (uint32_t)h, (uint32_t)b, philox_seed(dropout));
+      philox((uint32_t)(k >> 3), (uint32_t)q, (uint32_t)h, (uint32_t)b, philox_keys(dropout));
   return (random.word[(k & 7) >> 1] >> (k & 1 ? 16 : 0) & 0xffff) >= dropout.threshold;
 }
 
