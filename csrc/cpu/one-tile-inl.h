@@ -106,7 +106,8 @@ void forward_one_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int6
     if (partial && !all_finite<K>(value, a.value.row, keys, columns))
       width_selected<K, Contiguous::kAlongM>(values, q.rows, w.s, w.bits, to, a.out.row, q.out);
     else
-      width_rows<K, Contiguous::kAlongM>(values, q.rows, w.s, to, a.out.row, to_next);
+      width_rows<K, Contiguous::kAlongM, false, typename K::S, Cache::kFirst>(
+          values, q.rows, w.s, to, a.out.row, to_next);
   }
 }
 

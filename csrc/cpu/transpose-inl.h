@@ -10,8 +10,8 @@ template <class X, class From>
 [[gnu::always_inline]] inline void load_columns(const From* from, int64_t stride,
                                                 typename X::V (&block)[X::kLanes]) {
   if constexpr (sizeof(From) == sizeof(typename X::T)) {
-    X::template load_columns<X::kLanes / X::kPiece>([&](int i) { return from + i * stride; },
-                                                    block);
+    constexpr int kPieces = X::kLanes / X::kPiece;
+    X::template load_columns<kPieces, kPieces>([&](int i) { return from + i * stride; }, block);
   } else {
 #pragma GCC unroll 16
     for (int i = 0; i < X::kLanes; i++) block[i] = X::load(from + i * stride);
@@ -47,24 +47,26 @@ template <class X, class From>
   X::transpose(block);
 }
 
-// to[c][64 r] = from[r][c] of a vector of rows, or of `height` rows and zero beyond, with kScale
-// times factor. In pieces of 128 bits, of which there is at least one.
-template <class X, bool kScale, bool kPart>
+// to[c][64 r] = from[r][c] of kGroups times as many rows as a piece has numbers, or, where they are
+// kRagged, of `height` rows of these, and zero beyond; with kScale times factor. In pieces of 128
+// bits, of which there is at least one.
+template <class X, bool kScale, int kGroups, bool kRagged>
 void transpose_pieces(const typename X::T* from, int64_t stride, int64_t height, int64_t columns,
                       typename X::T factor, typename X::T* to) {
   constexpr int kLanes = X::kLanes, kPiece = X::kPiece;
-  const typename X::T* start[kLanes];  // past the last row, that row again
-  for (int i = 0; kPart && i < kLanes; i++) start[i] = from + min_of(i, height - 1) * stride;
+  const typename X::T* start[kGroups * kPiece];  // past the last row, that row again
+  for (int i = 0; kRagged && i < kGroups * kPiece; i++)
+    start[i] = from + min_of(i, height - 1) * stride;
   const typename X::M in = X::mask(first_bits(height));
   const typename X::V f = X::set(factor);
   const auto some = [&]<int kPieces>(int64_t c) __attribute__((always_inline)) {
     typename X::V block[kPieces * kPiece];
-    X::template load_columns<kPieces>(
-        [&](int i) { return c + (kPart ? start[i] : from + i * stride); }, block);
+    X::template load_columns<kPieces, kGroups>(
+        [&](int i) { return c + (kRagged ? start[i] : from + i * stride); }, block);
 #pragma GCC unroll 16
     for (int i = 0; i < kPieces * kPiece; i++) {
       if (kScale) block[i] = X::mul(f, block[i]);
-      X::store(to + (c + i) * kRow, kPart ? X::select(in, block[i], X::zero()) : block[i]);
+      X::store(to + (c + i) * kRow, kRagged ? X::select(in, block[i], X::zero()) : block[i]);
     }
   };
   int64_t c = 0;
@@ -84,10 +86,20 @@ void transpose_in(const From* from, int64_t stride, int64_t rows, int64_t column
     const int64_t height = rows - r;
     if constexpr (sizeof(From) == sizeof(typename X::T)) {
       if (columns >= X::kPiece) {
-        if (height < kLanes)
-          transpose_pieces<X, kScale, true>(from, stride, height, columns, factor, to);
+        constexpr int kAll = kLanes / X::kPiece;
+        const auto groups = [&]<int kGroups, bool kRagged>() __attribute__((always_inline)) {
+          transpose_pieces<X, kScale, kGroups, kRagged>(from, stride, height, columns, factor, to);
+        };
+        if (height >= kLanes)
+          groups.template operator()<kAll, false>();
+        else if (height % X::kPiece != 0)
+          groups.template operator()<kAll, true>();
+        else if (height * 2 == kLanes)
+          groups.template operator()<(kAll + 1) / 2, false>();
+        else if (height * 2 > kLanes)
+          groups.template operator()<kAll == 1 ? 1 : kAll - 1, false>();
         else
-          transpose_pieces<X, kScale, false>(from, stride, kLanes, columns, factor, to);
+          groups.template operator()<1, false>();
         continue;
       }
     }

@@ -144,15 +144,16 @@ struct F32x8 {
 
   // r[c] = column c of 8 rows; the halves find their places while they are loaded.
   static constexpr int kPiece = 4;
-  template <int kPieces, class Row>
+  template <int kPieces, int kGroups, class Row>
   [[gnu::always_inline]] static void load_columns(const Row& row, V* r) {
 #pragma GCC unroll 2
     for (int c = 0; c < kPieces; c++) {
       V t[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++)
-        t[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row(i) + 4 * c)),
-                                    _mm_loadu_ps(row(i + 4) + 4 * c), 1);
+        t[i] = _mm256_insertf128_ps(
+            _mm256_castps128_ps256(_mm_loadu_ps(row(i) + 4 * c)),
+            kGroups > 1 ? _mm_loadu_ps(row(i + 4) + 4 * c) : _mm_setzero_ps(), 1);
       const V low = _mm256_unpacklo_ps(t[0], t[1]), low2 = _mm256_unpacklo_ps(t[2], t[3]);
       const V high = _mm256_unpackhi_ps(t[0], t[1]), high2 = _mm256_unpackhi_ps(t[2], t[3]);
       r[4 * c] = _mm256_shuffle_ps(low, low2, 0x44);
@@ -254,15 +255,16 @@ struct F64x4 {
   }
 
   static constexpr int kPiece = 2;
-  template <int kPieces, class Row>
+  template <int kPieces, int kGroups, class Row>
   [[gnu::always_inline]] static void load_columns(const Row& row, V* r) {
 #pragma GCC unroll 2
     for (int c = 0; c < kPieces; c++) {
       V t[2];
 #pragma GCC unroll 2
       for (int i = 0; i < 2; i++)
-        t[i] = _mm256_insertf128_pd(_mm256_castpd128_pd256(_mm_loadu_pd(row(i) + 2 * c)),
-                                    _mm_loadu_pd(row(i + 2) + 2 * c), 1);
+        t[i] = _mm256_insertf128_pd(
+            _mm256_castpd128_pd256(_mm_loadu_pd(row(i) + 2 * c)),
+            kGroups > 1 ? _mm_loadu_pd(row(i + 2) + 2 * c) : _mm_setzero_pd(), 1);
       r[2 * c] = _mm256_unpacklo_pd(t[0], t[1]);
       r[2 * c + 1] = _mm256_unpackhi_pd(t[0], t[1]);
     }

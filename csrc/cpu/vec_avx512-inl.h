@@ -183,19 +183,20 @@ struct F32x16 {
   // bits of each. They find their places while they are loaded, which leaves half of the shuffles
   // that a transpose of whole rows takes.
   static constexpr int kPiece = 4;
-  template <int kPieces, class Row>
+  template <int kPieces, int kGroups, class Row>
   [[gnu::always_inline]] static void load_columns(const Row& row, V* r) {
     V t[kPieces][4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-      const float *p = row(i), *p4 = row(i + 4), *p8 = row(i + 8), *p12 = row(i + 12);
 #pragma GCC unroll 4
-      for (int c = 0; c < kPieces; c++) {
-        t[c][i] = _mm512_zextps128_ps512(_mm_loadu_ps(p + 4 * c));
-        t[c][i] = _mm512_mask_broadcast_f32x4(t[c][i], 0x00f0, _mm_loadu_ps(p4 + 4 * c));
-        t[c][i] = _mm512_mask_broadcast_f32x4(t[c][i], 0x0f00, _mm_loadu_ps(p8 + 4 * c));
-        t[c][i] = _mm512_mask_broadcast_f32x4(t[c][i], 0xf000, _mm_loadu_ps(p12 + 4 * c));
-      }
+      for (int c = 0; c < kPieces; c++)
+        t[c][i] = _mm512_zextps128_ps512(_mm_loadu_ps(row(i) + 4 * c));
+#pragma GCC unroll 4
+      for (int g = 1; g < kGroups; g++)
+#pragma GCC unroll 4
+        for (int c = 0; c < kPieces; c++)
+          t[c][i] = _mm512_mask_broadcast_f32x4(t[c][i], (__mmask16)(0xf << 4 * g),
+                                                _mm_loadu_ps(row(i + 4 * g) + 4 * c));
     }
 #pragma GCC unroll 4
     for (int c = 0; c < kPieces; c++) {
@@ -335,19 +336,20 @@ struct F64x8 {
   }
 
   static constexpr int kPiece = 2;
-  template <int kPieces, class Row>
+  template <int kPieces, int kGroups, class Row>
   [[gnu::always_inline]] static void load_columns(const Row& row, V* r) {
     V t[kPieces][2];
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
-      const double *p = row(i), *p2 = row(i + 2), *p4 = row(i + 4), *p6 = row(i + 6);
 #pragma GCC unroll 4
-      for (int c = 0; c < kPieces; c++) {
-        t[c][i] = _mm512_zextpd128_pd512(_mm_loadu_pd(p + 2 * c));
-        t[c][i] = _mm512_mask_broadcast_f64x2(t[c][i], 0x0c, _mm_loadu_pd(p2 + 2 * c));
-        t[c][i] = _mm512_mask_broadcast_f64x2(t[c][i], 0x30, _mm_loadu_pd(p4 + 2 * c));
-        t[c][i] = _mm512_mask_broadcast_f64x2(t[c][i], 0xc0, _mm_loadu_pd(p6 + 2 * c));
-      }
+      for (int c = 0; c < kPieces; c++)
+        t[c][i] = _mm512_zextpd128_pd512(_mm_loadu_pd(row(i) + 2 * c));
+#pragma GCC unroll 4
+      for (int g = 1; g < kGroups; g++)
+#pragma GCC unroll 4
+        for (int c = 0; c < kPieces; c++)
+          t[c][i] = _mm512_mask_broadcast_f64x2(t[c][i], (__mmask8)(3 << 2 * g),
+                                                _mm_loadu_pd(row(i + 2 * g) + 2 * c));
     }
 #pragma GCC unroll 4
     for (int c = 0; c < kPieces; c++) {

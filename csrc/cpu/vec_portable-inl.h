@@ -93,9 +93,9 @@ struct Portable {
     for (int64_t i = 0; i < n; i++) put(v[i], p + i);
   }
   static constexpr int kPiece = N;
-  template <int kPieces, class Row>
+  template <int kPieces, int kGroups, class Row>
   static void load_columns(const Row& row, V* r) {
-    static_assert(kPieces == 1);
+    static_assert(kPieces == 1 && kGroups == 1);
     V block[N];
     for (int i = 0; i < N; i++) block[i] = load(row(i));
     transpose(block);

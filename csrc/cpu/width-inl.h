@@ -5,15 +5,18 @@ namespace {
 
 // Heads are short, and no machine foresees where the next one starts. So what it reads and writes
 // is asked for, into the second cache: the few buffers that wait for lines of the first one would
-// hold up everything else. Where rows of this head are read or written here, the same places of the
-// next one are asked for meanwhile, by an instruction for each line; many at once would wait for
-// one another. By the last byte of a line's worth: the line of the first one is often that in which
-// the row before it, or the head before, has ended.
-template <int64_t kBytes>
+// hold up everything else. Only the output of forward is asked into the first: nothing else is
+// written, and stores that wait for a line hold up those behind them. Where rows of this head are
+// read or written here, the same places of the next one are asked for meanwhile, by an instruction
+// for each line; many at once would wait for one another. By the last byte of a line's worth: the
+// line of the first one is often that in which the row before it, or the head before, has ended.
+enum class Cache { kSecond = 2, kFirst = 3 };  // as __builtin_prefetch numbers them
+template <int64_t kBytes, Cache kInto = Cache::kSecond>
 [[gnu::always_inline]] inline void ask_beside(const void* piece, int64_t next) {
 #pragma GCC unroll 4
   for (int64_t end = kLine; end < kBytes + kLine; end += kLine)
-    __builtin_prefetch((const void*)((uintptr_t)piece + next + min_of(end, kBytes) - 1), 0, 2);
+    __builtin_prefetch((const void*)((uintptr_t)piece + next + min_of(end, kBytes) - 1), 0,
+                       (int)kInto);
 }
 // How far it is from `here` to a row of a head.
 template <class K>
@@ -57,10 +60,10 @@ template <bool kAdd, class X, class To>
 // to[r][d] = sum_n weight(r, n) x[n][d], or with kAdd += that, for kRows rows r and kVectors
 // vectors of d, and kHalf for a vector of half the lanes that begins at d = half; or, with kPart,
 // for a part of one vector. The weights are those of a tile, tile[key][64 queries]: along m, r is
-// the query; along t, n is. to_next: what is asked for beside `to`, as in WidthRows. The first
-// `done` columns, of the half where there is one, are those of another product.
+// the query; along t, n is. to_next: what is asked for beside `to`, as in WidthRows, into the cache
+// kInto. The first `done` columns, of the half where there is one, are those of another product.
 template <class K, class X, Contiguous kA, int kRows, int kVectors, bool kHalf, bool kPart,
-          bool kAdd, class To>
+          bool kAdd, Cache kInto, class To>
 void width_product(const WidthRows<K>& x, const typename K::T* tile, To* to, int64_t to_stride,
                    int64_t to_next, int64_t half, int64_t done) {
   using Half = typename X::Half;
@@ -117,17 +120,17 @@ void width_product(const WidthRows<K>& x, const typename K::T* tile, To* to, int
       else
         put_sum<kAdd, X>(to + i * X::kLanes, sum[r][i], kHalf || i > 0 ? 0 : done);
     }
-    ask_beside<kPiece>(to, to_next);
+    ask_beside<kPiece, kInto>(to, to_next);
     if constexpr (kHalf) {
       put_sum<kAdd, Half>(to + half, rest[r], done);
-      ask_beside<Half::kLanes * kItem>(to + half, to_next);
+      ask_beside<Half::kLanes * kItem, kInto>(to + half, to_next);
     }
   }
 }
 
 // All columns for kRows rows; the last vectors are moved back, as in for_vectors. Where half a
 // vector is enough for the last columns, and half the work, it is one.
-template <class K, Contiguous kA, int kRows, bool kAdd, class To>
+template <class K, Contiguous kA, int kRows, bool kAdd, Cache kInto, class To>
 void width_columns(const WidthRows<K>& x, int64_t next, const typename K::T* tile, To* to,
                    int64_t to_stride, int64_t to_next) {
   using X = typename K::X;
@@ -138,22 +141,22 @@ void width_columns(const WidthRows<K>& x, int64_t next, const typename K::T* til
     return WidthRows<K>{x.data + at, x.stride, x.count, x.columns, next};
   };
   if (x.columns < kLanes)
-    return width_product<K, X, kA, kRows, 1, false, true, kAdd>(from(0), tile, to, to_stride,
-                                                                to_next, 0, 0);
+    return width_product<K, X, kA, kRows, 1, false, true, kAdd, kInto>(from(0), tile, to, to_stride,
+                                                                       to_next, 0, 0);
   int64_t d = 0;
   const auto some = [&]<int kVectors>() __attribute__((always_inline)) {
     constexpr int64_t kWidth = kVectors * kLanes;
     if constexpr (kHalf > 0 && kVectors < 4)
       if (x.columns - d > kWidth && x.columns - d <= kWidth + kHalf) {
         const int64_t at = x.columns - d - kHalf;
-        width_product<K, X, kA, kRows, kVectors, true, false, kAdd>(
+        width_product<K, X, kA, kRows, kVectors, true, false, kAdd, kInto>(
             from(d), tile, to + d, to_stride, to_next, at, kWidth - at);
         d = x.columns;
       }
     for (; x.columns - d > kWidth - kLanes + kHalf && x.columns >= kWidth; d += kWidth) {
       const int64_t at = min_of(d, x.columns - kWidth);
-      width_product<K, X, kA, kRows, kVectors, false, false, kAdd>(from(at), tile, to + at,
-                                                                   to_stride, to_next, 0, d - at);
+      width_product<K, X, kA, kRows, kVectors, false, false, kAdd, kInto>(
+          from(at), tile, to + at, to_stride, to_next, 0, d - at);
     }
   };
   if constexpr (X::kRegisters == 32) {
@@ -165,13 +168,14 @@ void width_columns(const WidthRows<K>& x, int64_t next, const typename K::T* til
   if constexpr (kHalf > 0)
     if (d < x.columns) {
       const int64_t at = x.columns - kHalf;
-      width_product<K, Half, kA, kRows, 1, false, false, kAdd>(from(at), tile, to + at, to_stride,
-                                                               to_next, 0, d - at);
+      width_product<K, Half, kA, kRows, 1, false, false, kAdd, kInto>(
+          from(at), tile, to + at, to_stride, to_next, 0, d - at);
     }
 }
 
 // All rows, in equal groups. (x by reference, as Operand is.)
-template <class K, Contiguous kA, bool kAdd = false, class To = typename K::S>
+template <class K, Contiguous kA, bool kAdd = false, class To = typename K::S,
+          Cache kInto = Cache::kSecond>
 void width_rows(const WidthRows<K>& x, int64_t rows, const typename K::T* tile, To* to,
                 int64_t to_stride, int64_t to_next) {
   if (rows == 0) return;
@@ -179,7 +183,7 @@ void width_rows(const WidthRows<K>& x, int64_t rows, const typename K::T* tile, 
   int64_t next = x.next, then = x.then;
   const auto some = [&]<int kRows>() __attribute__((always_inline)) {
     for (; part >= kRows && rows >= kRows; rows -= kRows) {
-      width_columns<K, kA, kRows, kAdd>(x, next, tile, to, to_stride, to_next);
+      width_columns<K, kA, kRows, kAdd, kInto>(x, next, tile, to, to_stride, to_next);
       next = then;
       then = 0;
       tile += kRows * (kA == Contiguous::kAlongM ? 1 : kRow);
