@@ -451,13 +451,18 @@ def _problems() -> Iterator[Problem]:
         {"window": (2, 600), "mask": "qk", **upper_left},
     )
     for (queries, keys), cut in itertools.product(
-        ((1, 1100), (3, 700), (9, 1300), (66, 1100)), cuts
+        ((1, 1100), (3, 700), (7, 650), (9, 1300), (66, 1100)), cuts
     ):
         yield replace(
             base, queries=queries, keys=keys, heads=4, kv_heads=2, dtype=next(dtypes), **cut
         )
-    for queries, dtype in itertools.product((1, 2, 4, 5, 64), DTYPES):
+    for queries, dtype in itertools.product((1, 2, 4, 5, 8, 9, 64), DTYPES):
         yield replace(base, queries=queries, keys=1025, heads=6, kv_heads=1, dtype=dtype)
+    # How few queries are few depends on the type, and on whether the keys are more than a tile.
+    for queries, keys, dtype in itertools.product((5, 6, 7, 8), (64, 65), DTYPES):
+        few = replace(base, queries=queries, keys=keys, heads=4, dtype=dtype)
+        yield replace(few, bias="hqk", dropout_p=0.2)
+        yield replace(few, kv_heads=1, mask="b1qk", empty_rows="uniform", head_dim=40)
 
 
 def random_problem(choose: Callable[[Sequence[Any]], Any], numbers: int = 0) -> Problem:

@@ -285,7 +285,7 @@ void add_sums(const Attention& a, const AttentionGrad& g, void* sums, int64_t b,
   const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
   const int64_t count = grad_ranges(a).count, blocks = ceil_div(a.queries, kTile);
   T* const total = (T*)sums + block * query_sum_size(a);
-  if (backward_kernel(a, g, kOneTileQueries<K>) == BackwardKernel::kFew) {
+  if (backward_kernel(a, g, K::kLimits) == BackwardKernel::kFew) {
     const int64_t ld = few_width<K>(a.head_dim);
     for (int64_t r = 0; r < rows; r++) {
       for (int64_t i = 1; i < count; i++)

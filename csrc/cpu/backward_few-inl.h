@@ -219,7 +219,8 @@ class BackwardFew {
   void gradient(int64_t r, int64_t k0, int64_t keys) {
     const FewRow row = row_at(r);
     T *const p = w_.p + r * kTile, *const ds = w_.ds + r * kTile;
-    const uint64_t keep = a_.dropout.seed ? few_keep(a_, b_, row, k0, keys) : first_bits(keys);
+    const uint64_t keep =
+        a_.dropout.seed ? dropout_row<K>(a_, b_, row.head, row.query, k0, keys) : first_bits(keys);
     if (a_.bias.data)
       w_.seen[r] &= a_.bias_is_float32 ? few_bias<K, float>(a_, b_, row, k0, keys, w_.bias, p)
                                        : few_bias<K, S>(a_, b_, row, k0, keys, w_.bias, p);

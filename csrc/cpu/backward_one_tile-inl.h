@@ -98,7 +98,7 @@ template <class K>
 void backward_any(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv, KeyPart part,
                   void* sums, void* scratch) {
   [[maybe_unused]] const typename K::Dot::Session session;
-  const BackwardKernel kernel = backward_kernel(a, g, kOneTileQueries<K>);
+  const BackwardKernel kernel = backward_kernel(a, g, K::kLimits);
   if (kernel == BackwardKernel::kFew) return backward_few<K>(a, g, b, kv, part, sums, scratch);
   if (kernel == BackwardKernel::kOneTile) {
     Arena arena{(char*)scratch};

@@ -9,7 +9,7 @@ enum class Finite : char { kUnknown, kNo, kYes };
 // the products read of K and V need not be kept.
 template <class K>
 bool may_meet_once(const Attention& a) {
-  return a.queries <= min_of(kTile, kOneTileQueries<K>) && a.heads == a.kv_heads;
+  return a.queries <= min_of(kTile, K::kLimits.one_tile_queries) && a.heads == a.kv_heads;
 }
 
 template <class K>

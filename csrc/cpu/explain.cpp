@@ -50,6 +50,10 @@ void set_ranges(Pass& pass, const KeyRanges& ranges, const char* by) {
         text("the keys are cut into ", ranges.count, " ranges of ", ranges.size, ", by ", by));
 }
 
+int64_t few_queries(const Attention& a) {
+  return a.keys > kTile ? kernels_for(a).limits.few_queries : kFewest;
+}
+
 Pass forward(const Attention& a) {
   const ForwardPlan plan = plan_forward(a, 1);
   Pass pass = new_pass("forward", "");
@@ -58,7 +62,7 @@ Pass forward(const Attention& a) {
     case ForwardKernel::kFew:
       pass.kernel = "few queries";
       pass.tile_rows = min_of(plan.together, a.heads / a.kv_heads * a.queries);
-      pass.why.push_back(text(queries, ", at most ", kFewQueries,
+      pass.why.push_back(text(queries, ", at most ", few_queries(a),
                               ": a tile has the rows of the heads that share K and V, ",
                               plan.together, " at most"));
       if (plan.kv_heads > 1)
@@ -77,7 +81,7 @@ Pass forward(const Attention& a) {
       pass.kernel = "tiled";
       pass.why.push_back(a.keys > kTile
                              ? text("the keys, ", a.keys, ", are more than one tile of ", kTile)
-                             : text(queries, ", more than ", kernels_for(a).one_tile_queries,
+                             : text(queries, ", more than ", kernels_for(a).limits.one_tile_queries,
                                     ": products of pairs want whole tiles"));
       if (plan.together > 1)
         pass.why.push_back(
@@ -132,12 +136,12 @@ void explain_bias(Pass& pass, const Attention& a, const Pairs& grad_bias, bool f
 Pass backward(const Attention& a, const AttentionGrad& g) {
   const BackwardPlan plan = plan_backward(a, g, 1);
   Pass pass = new_pass("backward", "tiled");
-  switch (backward_kernel(a, g, kernels_for(a).one_tile_queries)) {
+  switch (backward_kernel(a, g, kernels_for(a).limits)) {
     case BackwardKernel::kFew:
       pass.kernel = "few queries";
       pass.tile_rows = a.heads / a.kv_heads * a.queries;
       pass.why.push_back(text(counted(a.queries, "query", "queries"), " a head, at most ",
-                              kFewQueries,
+                              few_queries(a),
                               ": a tile has the rows of the heads that share K and V, ", kFewRows,
                               " at most, and each key is met once"));
       break;

@@ -75,6 +75,7 @@ struct FewTask {
 template <class K>
 class FewScan {
   using T = typename K::T;
+  using X = typename K::X;
   static constexpr bool kBeside = asked_beside<typename K::X>() > 0;
 
  public:
@@ -202,8 +203,9 @@ class FewScan {
                                      : few_bias<K, typename K::S>(a_, b, row, k0, keys, w_.bias, s);
         few_softmax<K>(bits, keys, s, state.m + r, state.l + r, state.out + r * ldv_, ldv_);
         if (a_.dropout.seed) {
-          const uint64_t keep = few_keep(a_, b, row, k0, keys);
-          for (int64_t n = 0; n < keys; n++) s[n] = keep >> n & 1 ? s[n] : 0;
+          const uint64_t keep = dropout_row<K>(a_, b, row.head, row.query, k0, keys);
+          for (int64_t n = 0; n < keys; n += K::kLanes)
+            X::store(s + n, X::select(X::mask(keep >> n), X::load(s + n), X::zero()));
         }
         all &= bits;
       }

@@ -19,16 +19,6 @@ int64_t few_blocks(int64_t rows, int64_t keys) {
   return ceil_div(keys, K::kLanes / together);
 }
 
-// run<n>(r) for rows r .. r + n - 1. Three rows are done as four: the padding holds zeros.
-template <class K, class Run>
-void by_rows(int64_t rows, const Run& run) {
-  int64_t r = 0;
-  if constexpr (K::kLanes >= 4)
-    for (; rows - r > 2; r += 4) run.template operator()<4>(r);
-  for (; rows - r > 1; r += 2) run.template operator()<2>(r);
-  if (r < rows) run.template operator()<1>(r);
-}
-
 // The bias of one row, added to its scores; a bias of -inf hides its key.
 template <class K, class E>
 uint64_t few_bias(const Attention& a, int64_t b, FewRow row, int64_t k0, int64_t keys,
@@ -36,6 +26,16 @@ uint64_t few_bias(const Attention& a, int64_t b, FewRow row, int64_t k0, int64_t
   const E* from = (const E*)a.bias.data + b * a.bias.batch + row.head * a.bias.head +
                   row.query * a.bias.query + k0 * a.bias.key;
   uint64_t hidden = 0;
+  if (a.bias.key == 1) {
+    using X = typename K::X;
+    const typename X::V finite = X::set(Exp<typename K::T>::lowest_finite);
+    for (int64_t n = 0; n < keys; n += K::kLanes) {
+      const typename X::V v = load_up_to<X>(from + n, keys - n);
+      hidden |= X::bits(X::eq(v, X::set(-(typename K::T)INFINITY))) << n;
+      X::store(s + n, X::max(finite, X::add(X::load(s + n), v)));
+    }
+    return ~hidden;
+  }
   for (int64_t n = 0; n < keys; n++) {
     bias[n] = widen(from[n * a.bias.key]);
     hidden |= (uint64_t)(bias[n] == -(typename K::T)INFINITY) << n;
@@ -44,15 +44,6 @@ uint64_t few_bias(const Attention& a, int64_t b, FewRow row, int64_t k0, int64_t
       s[n] = Exp<typename K::T>::lowest_finite;  // finite stays finite
   }
   return ~hidden;
-}
-
-inline uint64_t few_keep(const Attention& a, int64_t b, FewRow row, int64_t k0, int64_t keys) {
-  uint64_t keep = 0;
-  for (int64_t n = 0; n < keys; n++)
-    keep |= (uint64_t)keeps(a.dropout, a.origin.batch + b, a.origin.head + row.head,
-                            a.origin.query + row.query, a.origin.key + k0 + n)
-            << n;
-  return keep;
 }
 
 // Scores to P for one row of a tile, as softmax_tile does for a column.
@@ -221,7 +212,8 @@ void few_uniform(const Attention& a, int64_t b, int64_t kv, FewRow row, typename
   for (int64_t d = 0; d < padded<K>(a.value_dim); d++) out[d] = 0;
   for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
     const int64_t keys = min_of(kTile, a.keys - k0);
-    const uint64_t keep = a.dropout.seed ? few_keep(a, b, row, k0, keys) : first_bits(keys);
+    const uint64_t keep =
+        a.dropout.seed ? dropout_row<K>(a, b, row.head, row.query, k0, keys) : first_bits(keys);
     for (int64_t n = 0; n < keys; n++)
       weight[n] = keep >> n & 1 ? (typename K::T)1 / (typename K::T)a.keys : 0;
     few_selected<K>(row_of<K>(a.value, b, kv, k0), a.value.row, first_bits(keys), a.value_dim,

@@ -135,7 +135,7 @@ void run_first_order(const GradProblem& p, const BackwardPlan& plan,
   if (plan.heads == 0) return;
   const bool whole_heads = !plan.apart && plan.together == plan.ranges.count;
   const bool one_tile =
-      backward_kernel(a, p.grads[0], p.kernels.one_tile_queries) == BackwardKernel::kOneTile;
+      backward_kernel(a, p.grads[0], p.kernels.limits) == BackwardKernel::kOneTile;
   if (!whole_heads && !one_tile && !p.grads[0].grad_weights.data) run_delta(p);
   run_heads(p, plan, shares);
 }

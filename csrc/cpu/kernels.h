@@ -60,9 +60,18 @@ HOST_DEVICE KeyRanges forward_ranges(const Attention& a) {
 }
 constexpr int64_t kEveryRange = -1;
 
-// Up to so many queries a head, forward takes the rows of all heads that share K and V together, a
-// few at a time.
-constexpr int64_t kFewQueries = 4, kFewRows = 32;
+// How few queries of a head, and how short heads, have kernels of their own; a constant of each
+// type.
+struct KernelLimits {
+  int64_t few_queries;       // over more keys than a tile has; over fewer, kFewest
+  int64_t one_tile_queries;  // over no more keys than a tile has
+};
+// Where queries are few, forward takes the rows of all heads that share K and V together, a few at
+// a time.
+constexpr int64_t kFewest = 4, kFewRows = 32;
+HOST_DEVICE bool has_few_queries(const Attention& a, const KernelLimits& limits) {
+  return a.queries > 0 && a.queries <= (a.keys > kTile ? limits.few_queries : kFewest);
+}
 // How many key/value heads such a call takes together: those that lie side by side in a page, all
 // rows of them. Of each, kFewKeys keys at a time.
 constexpr int64_t kFewKeys = 16;
@@ -82,12 +91,12 @@ HOST_DEVICE bool few_in_order(const Attention& a, int64_t kv_heads, int64_t rows
 enum class ForwardKernel { kFew, kOneTile, kTiled };
 // Whether all keys fit into one tile; where the products are of pairs, for no more than
 // one_tile_queries queries, since they are not for a few lanes.
-HOST_DEVICE bool fits_one_tile(const Attention& a, int64_t one_tile_queries) {
-  return a.keys <= kTile && a.queries <= one_tile_queries;
+HOST_DEVICE bool fits_one_tile(const Attention& a, const KernelLimits& limits) {
+  return a.keys <= kTile && a.queries <= limits.one_tile_queries;
 }
-HOST_DEVICE ForwardKernel forward_kernel(const Attention& a, int64_t one_tile_queries) {
-  if (a.queries <= kFewQueries && a.queries > 0 && a.heads > 0) return ForwardKernel::kFew;
-  return fits_one_tile(a, one_tile_queries) ? ForwardKernel::kOneTile : ForwardKernel::kTiled;
+HOST_DEVICE ForwardKernel forward_kernel(const Attention& a, const KernelLimits& limits) {
+  if (has_few_queries(a, limits) && a.heads > 0) return ForwardKernel::kFew;
+  return fits_one_tile(a, limits) ? ForwardKernel::kOneTile : ForwardKernel::kTiled;
 }
 
 // kFew: so few rows share K and V that one call takes all of them.
@@ -96,11 +105,10 @@ HOST_DEVICE ForwardKernel forward_kernel(const Attention& a, int64_t one_tile_qu
 // queries over few keys, too: that has less to prepare.
 enum class BackwardKernel { kFew, kOneTile, kTiled };
 HOST_DEVICE BackwardKernel backward_kernel(const Attention& a, const AttentionGrad& g,
-                                           int64_t one_tile_queries) {
+                                           const KernelLimits& limits) {
   constexpr int64_t kShort = 16;
-  const bool one_tile =
-      fits_one_tile(a, one_tile_queries) && a.queries <= kTile && a.heads == a.kv_heads;
-  const bool few = a.queries > 0 && a.queries <= kFewQueries && a.kv_heads > 0 &&
+  const bool one_tile = fits_one_tile(a, limits) && a.queries <= kTile && a.heads == a.kv_heads;
+  const bool few = has_few_queries(a, limits) && a.kv_heads > 0 &&
                    a.heads / a.kv_heads * a.queries <= kFewRows && !g.grad_weights.data;
   if (few && !(one_tile && a.queries > 2 && a.keys <= kShort)) return BackwardKernel::kFew;
   return one_tile ? BackwardKernel::kOneTile : BackwardKernel::kTiled;
@@ -172,8 +180,8 @@ struct TypeKernels {
   int64_t (*backward_scratch_bytes)(const Attention& a);
   int64_t (*forward_tangent_scratch_bytes)(const Attention& a);
   int64_t (*backward_tangent_scratch_bytes)(const Attention& a);
-  int64_t group;             // blocks of 64 queries that forward does best together
-  int64_t one_tile_queries;  // see fits_one_tile
+  int64_t group;  // blocks of 64 queries that forward does best together
+  KernelLimits limits;
   // Queries [q0, q0 + rows), rows <= 64 group, of head h of batch entry b: out, lse and lse_low.
   // For one of forward_ranges (rows <= 64): its state, into states[range], each of state_bytes.
   void (*forward)(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t range,

@@ -112,13 +112,9 @@ void forward_one_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int6
 }
 
 template <class K>
-constexpr int64_t kOneTileQueries = K::kPairs ? K::kLanes : INT64_MAX;
-
-template <class K>
 void forward_any(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t range,
                  void* states, void* scratch) {
-  if (!fits_one_tile(a, kOneTileQueries<K>))
-    return forward<K>(a, b, h, q0, rows, range, states, scratch);
+  if (!fits_one_tile(a, K::kLimits)) return forward<K>(a, b, h, q0, rows, range, states, scratch);
   [[maybe_unused]] const typename K::Dot::Session session;
   Arena arena{(char*)scratch};
   ForwardScratch<K> w(a, arena);

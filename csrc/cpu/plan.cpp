@@ -22,7 +22,7 @@ int64_t padded(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
 
 ForwardPlan plan_forward(const Attention& a, int64_t groups) {
   const TypeKernels& kernels = kernels_for(a);
-  ForwardPlan plan{forward_kernel(a, kernels.one_tile_queries), 0, 0, 1, 0, {}};
+  ForwardPlan plan{forward_kernel(a, kernels.limits), 0, 0, 1, 0, {}};
   const int64_t ranges = forward_ranges(a).count;
   if (plan.kernel == ForwardKernel::kFew) {
     plan.together = kFewRows;

@@ -236,6 +236,16 @@ void few_scores(const typename K::S* key, int64_t stride, int64_t keys, int64_t 
                                               ld, scale, s + n);
 }
 
+// run<n>(r) for rows r .. r + n - 1. Three rows are done as four: the padding holds zeros.
+template <class K, class Run>
+void by_rows(int64_t rows, const Run& run) {
+  int64_t r = 0;
+  if constexpr (K::kLanes >= 4)
+    for (; rows - r > 2; r += 4) run.template operator()<4>(r);
+  for (; rows - r > 1; r += 2) run.template operator()<2>(r);
+  if (r < rows) run.template operator()<1>(r);
+}
+
 // A row of queries as few_scores takes its columns: times the scale, in the type of the sums; or as
 // it is, in pairs. Zero past its end.
 template <class K>
@@ -265,14 +275,21 @@ void few_query(const Attention& a, int64_t b, int64_t h, int64_t i, typename K::
 template <class K>
 void few_scores_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
                      int64_t keys, typename K::T* tile) {
-  typename K::T query[kMaxHeadDim + K::kLanes], s[kTile];
+  constexpr int64_t kSome = 4, kWidth = kMaxHeadDim + K::kLanes;
+  typename K::T query[kSome * kWidth], s[kSome * kTile];
   const typename K::S* key = row_of<K>(a.key, b, kv_head(a, h), k0);
-  for (int64_t r = 0; r < padded<K>(rows); r++) {
-    if (r < rows) {
-      few_query<K>(a, b, h, q0 + r, query);
-      few_scores<K, 1>(key, a.key.row, keys, a.head_dim, query, 0, (typename K::T)a.scale, s);
-    }
-    for (int64_t n = 0; n < keys; n++) tile[n * kRow + r] = r < rows ? s[n] : 0;
+  for (int64_t first = 0; first < padded<K>(rows); first += kSome) {
+    const int64_t some = max_of(0, min_of(kSome, rows - first));
+    for (int64_t r = 0; r < some; r++) few_query<K>(a, b, h, q0 + first + r, query + r * kWidth);
+    for (int64_t d = 0; some == 3 && d < few_width<K>(a.head_dim); d++) query[3 * kWidth + d] = 0;
+    by_rows<K>(some, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
+      few_scores<K, kRows>(key, a.key.row, keys, a.head_dim, query + r * kWidth, kWidth,
+                           (typename K::T)a.scale, s + r * kTile);
+    });
+    const int64_t lanes = min_of(kSome, padded<K>(rows) - first);
+    for (int64_t n = 0; n < keys; n++)
+      for (int64_t r = 0; r < lanes; r++)
+        tile[n * kRow + first + r] = r < some ? s[r * kTile + n] : 0;
   }
 }
 
@@ -327,7 +344,7 @@ bool add_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows
 template <class K>
 bool scores_are_product(const Attention& a, const Range* bands) {
   return !K::kPairs && !bands && !a.bias.data && a.head_dim <= kScorePiece &&
-         a.queries > kFewQueries;
+         !has_few_queries(a, K::kLimits);
 }
 
 // S[key][64 queries] = scale Q K^T + bias, of the bands. A bias of -inf hides the pair: `visible`
@@ -343,7 +360,7 @@ Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
   const int64_t vectors = vectors_of<K>(rows);
   if (top)
     for (int64_t r = 0; r < kRow; r++) top[r] = -(typename K::T)INFINITY;
-  if (a.queries <= kFewQueries) {
+  if (has_few_queries(a, K::kLimits)) {
     few_scores_tile<K>(a, b, h, q0, rows, k0, keys, s);
   } else {
     constexpr bool kScaled = K::kPairs && K::Dot::kRowBlock == 1;

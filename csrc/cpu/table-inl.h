@@ -42,7 +42,7 @@ int64_t backward_tangent_scratch_bytes(const Attention& a) {
 
 template <class K>
 int64_t state_bytes(const Attention& a) {
-  return a.queries <= kFewQueries ? few_state_bytes<K>(a) : block_state_bytes<K>(a);
+  return has_few_queries(a, K::kLimits) ? few_state_bytes<K>(a) : block_state_bytes<K>(a);
 }
 
 template <class X, class Dot, class S>
@@ -54,7 +54,7 @@ constexpr TypeKernels type_kernels() {
           forward_tangent_scratch_bytes<K>,
           backward_tangent_scratch_bytes<K>,
           kGroup,
-          kOneTileQueries<K>,
+          K::kLimits,
           forward_any<K>,
           merge<K>,
           forward_few<K>,

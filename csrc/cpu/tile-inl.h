@@ -17,6 +17,10 @@ struct Kind {
   static constexpr int kLanes = X::kLanes;
   static constexpr bool kPairs = Dot::kStep == 2;
   static constexpr bool kInPlace = sizeof(S) == sizeof(T);  // storage is what the products read
+  // Where it takes long to widen rows, lanes of queries may be emptier; and no head is one tile for
+  // products of pairs unless its queries are a vector.
+  static constexpr KernelLimits kLimits = {X::kRegisters == 32 || kInPlace ? 8 : 6,
+                                           kPairs ? kLanes : INT64_MAX};
   // Whether products read rows of K or V where they are: where they follow one another, or, on some
   // processors, where few blocks of queries read them. Else rows are packed: those that stand far
   // apart share few cache sets.
@@ -426,32 +430,48 @@ template <class U>
   *high |= high2 << U::kLanes;
 }
 
+// The keys of all rounds.
+template <class U>
+struct RoundKeys {
+  LaneKeys<U> of[kPhiloxRounds];
+  explicit RoundKeys(const Dropout& dropout) {
+    PhiloxKeys next = philox_keys(dropout);
+    for (LaneKeys<U>& round : of) {
+      round = {U::set(first_key(next)), U::set(second_key(next))};
+      next = next_keys(next);
+    }
+  }
+};
+
+// kept[j] |= bits << at: bit i says whether key j of lane i's group of eight, for its query,
+// survives dropout. Groups and queries are in global positions.
+template <class Lanes, class U>
+[[gnu::always_inline]] inline void draw_lanes(const Attention& a, int64_t b, int64_t h, Lanes group,
+                                              Lanes query, const RoundKeys<U>& keys, int64_t at,
+                                              uint64_t (&kept)[8]) {
+  const LaneKeys<U>* const rounds = keys.of;
+  const Philox<Lanes> random = philox(group, query, Lanes::set((uint32_t)(a.origin.head + h)),
+                                      Lanes::set((uint32_t)(a.origin.batch + b)), rounds);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    uint64_t low, high;
+    at_least(random.word[i], a.dropout.threshold, &low, &high);
+    kept[2 * i] |= low << at;
+    kept[2 * i + 1] |= high << at;
+  }
+}
+
 // Bit r of keep[j]: the pair (q0 + r, k0 + j) survives dropout.
 template <class K>
 void dropout_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
                   int64_t keys, uint64_t* keep) {
   using U = typename K::X::U;
   const int64_t first = a.origin.key + k0;
-  LaneKeys<U> rounds[kPhiloxRounds];
-  const LaneKeys<U>* const lane_keys = rounds;
-  PhiloxKeys next = philox_keys(a.dropout);
-  for (LaneKeys<U>& round : rounds) {
-    round = {U::set(first_key(next)), U::set(second_key(next))};
-    next = next_keys(next);
-  }
+  const RoundKeys<U> round_keys(a.dropout);
   for (int64_t group = first >> 3; group <= (first + keys - 1) >> 3; group++) {
     uint64_t kept[8] = {};
     const auto draw = [&]<class Lanes>(int64_t r, Lanes query) __attribute__((always_inline)) {
-      const Philox<Lanes> random =
-          philox(Lanes::set((uint32_t)group), query, Lanes::set((uint32_t)(a.origin.head + h)),
-                 Lanes::set((uint32_t)(a.origin.batch + b)), lane_keys);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) {
-        uint64_t low, high;
-        at_least(random.word[i], a.dropout.threshold, &low, &high);
-        kept[2 * i] |= low << r;
-        kept[2 * i + 1] |= high << r;
-      }
+      draw_lanes(a, b, h, Lanes::set((uint32_t)group), query, round_keys, r, kept);
     };
     const uint32_t query = (uint32_t)(a.origin.query + q0);
     int64_t r = 0;
@@ -462,6 +482,38 @@ void dropout_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
     for (int64_t i = max_of(0, -offset); i < min_of(8, keys - offset); i++)
       keep[offset + i] = kept[i];
   }
+}
+
+// Bit c of byte r becomes bit r of byte c.
+inline uint64_t turn_bytes(uint64_t x) {
+  const auto swap = [&](int shift, uint64_t mask) {
+    const uint64_t both = (x ^ x >> shift) & mask;
+    x ^= both ^ both << shift;
+  };
+  swap(7, 0x00AA00AA00AA00AAull);
+  swap(14, 0x0000CCCC0000CCCCull);
+  swap(28, 0x00000000F0F0F0F0ull);
+  return x;
+}
+
+// The same for one query: bit n, its pair with key k0 + n survives.
+template <class K>
+uint64_t dropout_row(const Attention& a, int64_t b, int64_t h, int64_t q, int64_t k0,
+                     int64_t keys) {
+  using U = typename K::X::U;
+  const int64_t first = a.origin.key + k0, offset = first & 7, groups = ceil_div(offset + keys, 8);
+  const RoundKeys<U> round_keys(a.dropout);
+  const U query = U::set((uint32_t)(a.origin.query + q));
+  uint64_t kept[8] = {};
+  for (int64_t i = 0; i < groups; i += U::kLanes)
+    draw_lanes(a, b, h, U::from((uint32_t)((first >> 3) + i)), query, round_keys, i, kept);
+  uint64_t keep = 0, last = 0;  // of the first eight groups, and of the ninth
+  for (int i = 0; i < 8; i++) {
+    keep |= (kept[i] & 0xff) << 8 * i;
+    last |= (kept[i] >> 8 & 1) << i;
+  }
+  keep = turn_bytes(keep) >> offset;
+  return (offset ? keep | last << (64 - offset) : keep) & first_bits(keys);
 }
 
 }  // namespace
