@@ -66,19 +66,19 @@ struct KernelLimits {
   int64_t few_queries;       // over more keys than a tile has; over fewer, kFewest
   int64_t one_tile_queries;  // over no more keys than a tile has
 };
-// Where queries are few, forward takes the rows of all heads that share K and V together, a few at
-// a time.
-constexpr int64_t kFewest = 4, kFewRows = 32;
+// Where queries are few, the rows of all heads that share K and V are taken together, so many at
+// most; by forward in smaller parts, down to kFewPart, where that leaves threads without a task.
+constexpr int64_t kFewest = 4, kFewRows = 128, kFewPart = 32;
 HOST_DEVICE bool has_few_queries(const Attention& a, const KernelLimits& limits) {
   return a.queries > 0 && a.queries <= (a.keys > kTile ? limits.few_queries : kFewest);
 }
 // How many key/value heads such a call takes together: those that lie side by side in a page, all
-// rows of them. Of each, kFewKeys keys at a time.
+// rows of them, unless these are so many that they fill a cache. Of each, kFewKeys keys at a time.
 constexpr int64_t kFewKeys = 16;
 HOST_DEVICE int64_t few_heads(const Attention& a) {
   constexpr int64_t kPage = 4096;
   const bool side_by_side = a.key.head < a.key.row && a.value.head < a.value.row;
-  if (!side_by_side || a.heads / max_of(1, a.kv_heads) * a.queries > kFewRows) return 1;
+  if (!side_by_side || a.heads / max_of(1, a.kv_heads) * a.queries > kFewPart) return 1;
   const int64_t item = a.dtype == DType::kFloat64 ? 8 : a.dtype == DType::kFloat32 ? 4 : 2;
   const int64_t width = max_of(1, max_of(a.head_dim, a.value_dim)) * item;
   return max_of(1, min_of(kPage / width, a.kv_heads));

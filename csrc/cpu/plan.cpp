@@ -25,13 +25,15 @@ ForwardPlan plan_forward(const Attention& a, int64_t groups) {
   ForwardPlan plan{forward_kernel(a, kernels.limits), 0, 0, 1, 0, {}};
   const int64_t ranges = forward_ranges(a).count;
   if (plan.kernel == ForwardKernel::kFew) {
-    plan.together = kFewRows;
-    plan.parts = ceil_div(a.heads / a.kv_heads * a.queries, plan.together);
-    // Fewer heads together, where that would leave threads without a task.
-    const int64_t tasks = groups * a.batch * a.kv_heads * plan.parts * ranges;
-    const int64_t threads = available_threads();
-    plan.kv_heads =
-        threads == 1 ? few_heads(a) : std::clamp<int64_t>(tasks / (2 * threads), 1, few_heads(a));
+    // Fewer rows and heads together, where that would leave threads without a task.
+    const int64_t threads = available_threads(), heads = groups * a.batch * a.kv_heads * ranges;
+    const int64_t rows = a.heads / a.kv_heads * a.queries;
+    const auto share = [&](int64_t tasks, int64_t least, int64_t most) {
+      return threads == 1 ? most : std::clamp<int64_t>(tasks / (2 * threads), least, most);
+    };
+    plan.together = ceil_div(share(heads * rows, kFewPart, kFewRows), 4) * 4;
+    plan.parts = ceil_div(rows, plan.together);
+    plan.kv_heads = share(heads * plan.parts, 1, few_heads(a));
     plan.group_jobs = a.batch * ceil_div(a.kv_heads, plan.kv_heads) * plan.parts;
   } else {  // one block where its ranges may be tasks
     plan.together = blocks_together(a, groups, ranges > 1 ? 1 : kernels.group);

@@ -208,13 +208,16 @@ void width_selected(const WidthRows<K>& x, int64_t rows, const typename K::T* ti
   constexpr bool kQueries = kA == Contiguous::kAlongM;  // rows are queries, and n keys
   typename K::T weight[kTile];
   for (int64_t r = 0; r < rows; r++) {
-    uint64_t seen = 0;
-    for (int64_t n = 0; n < x.count; n++) {
-      weight[n] = tile[kQueries ? n * kRow + r : r * kRow + n];
-      seen |= (kQueries ? bits[n] >> r & 1 : bits[r] >> n & 1) << n;
-    }
     for (int64_t d = 0; d < padded<K>(x.columns); d++) sums[d] = 0;
-    few_selected<K>(x.data, x.stride, seen, x.columns, weight, sums);
+    for (int64_t n0 = 0; n0 < x.count; n0 += kTile) {
+      uint64_t seen = 0;
+      for (int64_t i = 0; i < min_of(kTile, x.count - n0); i++) {
+        const int64_t n = n0 + i;
+        weight[i] = tile[kQueries ? n * kRow + r : r * kRow + n];
+        seen |= (kQueries ? bits[n] >> r & 1 : bits[r] >> n & 1) << i;
+      }
+      few_selected<K>(x.data + n0 * x.stride, x.stride, seen, x.columns, weight, sums);
+    }
     scale_out<typename K::X>(sums, 0, 1, 1, x.columns, to + r * to_stride, to_stride);
   }
 }
