@@ -281,7 +281,7 @@ def _ratios(
 ) -> dict[tuple[str, str], dict[str, float]]:
     """(topic, case) -> peer -> time of the peer / time of ours."""
     result: dict[tuple[str, str], dict[str, float]] = {}
-    for topic in (*COMPARED, "fallback", "layer"):
+    for topic in (*COMPARED, "few queries", "fallback", "layer"):
         same: Any = {"topic": topic, "threads": threads, "dtype": dtype, "what": what}
         for own in found.all(**same, implementation=OWN):
             for other in found.all(**same, case=own["case"]):

@@ -31,6 +31,7 @@ TOPICS: dict[str, str] = {
     "tiny": "many tiny heads",
     "models": "attention of real models",
     "decode": "one query: share of the bandwidth of reading",
+    "few queries": "4 to 16 queries over many keys, as where drafted tokens are verified",
     "masks": "what masks and biases cost",
     "dropout": "what dropout costs",
     "few heads": "one head on several threads",
@@ -98,6 +99,7 @@ def groups() -> list[Group]:
         *_tiny(),
         *_models(),
         *_decode(),
+        *_few_queries(),
         *_masks(),
         *_dropout(),
         *_few_heads(),
@@ -191,6 +193,24 @@ def _decode() -> list[Group]:
                     )
                 )
     return found
+
+
+def _few_queries() -> list[Group]:
+    cases = [
+        *(Case(f"32:8 x ({q}, 2048) x 128", 1, 32, q, 2048, 128, 8) for q in (4, 8, 16)),
+        Case("8 x 12 x (8, 512) x 64", 8, 12, 8, 512, 64),
+    ]
+    return [
+        Group(
+            "few queries",
+            dtype,
+            (replace(case, layer=False),),
+            peers=("eager", "SDPA", "onnxruntime"),
+            quick=case.queries == 8 and dtype == "float32",
+        )
+        for dtype in ("float32", "bfloat16")
+        for case in cases
+    ]
 
 
 def _masks() -> list[Group]:
