@@ -84,6 +84,7 @@ LEAKS = {
     "cut keys": replace(TINY, queries=3, keys=600, bias="1hqk", dropout_p=0.2),
     "cut keys band": replace(TINY, queries=9, keys=700, mask="b11k", causal="lower_right"),
     "keys met once": replace(TINY, queries=9, keys=130, kv_heads=None, bias="1hqk"),
+    "rows of many heads": replace(TINY, heads=24, queries=3, keys=70, mask="b1qk"),
 }
 leaks = pytest.mark.parametrize("problem", [fewer(p) for p in LEAKS.values()], ids=list(LEAKS))
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -343,6 +344,9 @@ STEADY = {
         dropout_p=0.2,
         empty_rows="uniform",
     ),
+    "few queries of many heads": Problem(
+        batch=3, heads=20, kv_heads=1, queries=7, keys=600, mask="b1qk", dropout_p=0.2
+    ),
     "short queries, cut keys": Problem(
         batch=3,
         heads=2,
@@ -513,18 +517,19 @@ def test_a_shard_gives_what_the_whole_gives(dtype: torch.dtype) -> None:
 
 
 @dtypes
-def test_a_shard_of_the_sequence(dtype: torch.dtype) -> None:
-    """Queries 37 .. and keys 11 .. of a longer sequence: diagonal and dropout are global."""
+@pytest.mark.parametrize(("first", "queries", "keys"), [(37, 40, 60), (90, 3, 130), (90, 7, 130)])
+def test_a_shard_of_the_sequence(first: int, queries: int, keys: int, dtype: torch.dtype) -> None:
+    """Queries first .. and keys 11 .. of a longer sequence: diagonal and dropout are global."""
     problem = Problem(
         dtype=dtype,
-        queries=40,
-        keys=60,
+        queries=queries,
+        keys=keys,
         causal="upper_left",
         window=(30, None),
         dropout_p=0.4,
         scale=0.3,
     )
-    inputs = make(problem).replaced(origin=(3, 1, 37, 11), seed=torch.tensor([5, 2**32 - 1]))
+    inputs = make(problem).replaced(origin=(3, 1, first, 11), seed=torch.tensor([5, 2**32 - 1]))
     out, lse, _ = torch.ops.mha_ext.attention_forward(
         inputs.query,
         inputs.key,

@@ -57,7 +57,7 @@ SPILLS = [
     (r"backward_hopper_kernel<.*, 64, false, true>", 132),
     (r"backward_hopper_kernel<.*, 64, true, true>", 32),
     (r"backward_hopper_kernel<.*, 64, true, false>", 4),
-    (r"forward_hopper_kernel<.*, (128|256), false, 2>", 672),
+    (r"forward_hopper_kernel<.*, (128|256), false, 2>", 668),
     (r"forward_hopper_kernel<.*, 64, true, 3>", 288),
     (r"forward_hopper_kernel<.*, 64, false, 2>", 284),
     (r"forward_hopper_kernel<.*, 128, true, 2>", 228),

@@ -26,6 +26,8 @@ TARGET_BEGIN(
 //
 #include "tile-inl.h"
 //
+#include "dropout-inl.h"
+//
 #include "bands-inl.h"
 //
 #include "pairs_avx512-inl.h"

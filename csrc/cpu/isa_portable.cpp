@@ -12,6 +12,8 @@
 //
 #include "tile-inl.h"
 //
+#include "dropout-inl.h"
+//
 #include "bands-inl.h"
 //
 #include "scores-inl.h"

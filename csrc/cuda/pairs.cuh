@@ -139,9 +139,9 @@ DEVICE uint32_t visible_half_word(const Attention& a, int64_t b, int64_t h, int6
 // The group of eight keys, of which the first has global position 8 `group`, that dropout keeps:
 // bit j = key j of it.
 DEVICE uint32_t kept_group(const Attention& a, int64_t b, int64_t h, int64_t i, int64_t group) {
-  const Philox<uint32_t> random =
-      philox((uint32_t)group, (uint32_t)(a.origin.query + i), (uint32_t)(a.origin.head + h),
-             (uint32_t)(a.origin.batch + b), philox_keys(a.dropout));
+  const Philox<uint32_t> random = philox(
+      (uint32_t)group, (uint32_t)(a.origin.query + i), (uint32_t)(a.origin.head + h),
+      (uint32_t)(a.origin.batch + b), (uint32_t)a.dropout.seed[0], (uint32_t)a.dropout.seed[1]);
   const uint32_t threshold = a.dropout.threshold << 16;  // 16 bits each: compared as high halves
   uint32_t kept = 0;
 #pragma unroll

@@ -13,19 +13,10 @@ struct Philox {
 
 constexpr int kPhiloxRounds = 10;
 
-// The keys of a round, and those of the round after it. (One from the other: as functions of the
-// round they cost the CUDA kernels registers.)
-struct PhiloxKeys {
-  uint32_t first, second;
-};
-HOST_DEVICE uint32_t first_key(const PhiloxKeys& keys) { return keys.first; }
-HOST_DEVICE uint32_t second_key(const PhiloxKeys& keys) { return keys.second; }
-HOST_DEVICE PhiloxKeys next_keys(const PhiloxKeys& keys) {
-  return {keys.first + 0x9E3779B9u, keys.second + 0xBB67AE85u};
-}
-HOST_DEVICE PhiloxKeys philox_keys(const Dropout& dropout) {
-  return {(uint32_t)dropout.seed[0], (uint32_t)dropout.seed[1]};
-}
+// The keys of the first round are the seed's words; those of a round become those of the next.
+constexpr uint32_t kFirstStep = 0x9E3779B9u, kSecondStep = 0xBB67AE85u;
+HOST_DEVICE uint32_t this_key(uint32_t key) { return key; }
+HOST_DEVICE uint32_t next_key(uint32_t key, uint32_t step) { return key + step; }
 
 HOST_DEVICE void multiply(uint32_t factor, uint32_t x, uint32_t* high, uint32_t* low) {
   const uint64_t product = (uint64_t)factor * x;
@@ -34,18 +25,19 @@ HOST_DEVICE void multiply(uint32_t factor, uint32_t x, uint32_t* high, uint32_t*
 }
 HOST_DEVICE uint32_t exclusive_or(uint32_t a, uint32_t b, uint32_t c) { return a ^ b ^ c; }
 
-// keys: those of the first round, PhiloxKeys or what has the same functions.
-template <class U, class Keys>
-HOST_DEVICE Philox<U> philox(U c0, U c1, U c2, U c3, Keys keys) {
+// Key: uint32_t, or what has this_key and next_key as well.
+template <class U, class Key>
+HOST_DEVICE Philox<U> philox(U c0, U c1, U c2, U c3, Key key0, Key key1) {
   for (int round = 0; round < kPhiloxRounds; round++) {
     U high0, low0, high1, low1;
     multiply(0xD2511F53u, c0, &high0, &low0);
     multiply(0xCD9E8D57u, c2, &high1, &low1);
-    c0 = exclusive_or(high1, c1, first_key(keys));
+    c0 = exclusive_or(high1, c1, this_key(key0));
     c1 = low1;
-    c2 = exclusive_or(high0, c3, second_key(keys));
+    c2 = exclusive_or(high0, c3, this_key(key1));
     c3 = low0;
-    keys = next_keys(keys);
+    key0 = next_key(key0, kFirstStep);
+    key1 = next_key(key1, kSecondStep);
   }
   return {{c0, c1, c2, c3}};
 }
@@ -59,8 +51,8 @@ HOST_DEVICE double keep_scale(uint32_t threshold) { return 65536.0 / (65536.0 - 
 
 // Whether pair (q, k) of head h of batch entry b is kept; all in global positions, mod 2^32.
 HOST_DEVICE bool keeps(const Dropout& dropout, int64_t b, int64_t h, int64_t q, int64_t k) {
-  const Philox<uint32_t> random =
-      philox((uint32_t)(k >> 3), (uint32_t)q, (uint32_t)h, (uint32_t)b, philox_keys(dropout));
+  const Philox<uint32_t> random = philox((uint32_t)(k >> 3), (uint32_t)q, (uint32_t)h, (uint32_t)b,
+                                         (uint32_t)dropout.seed[0], (uint32_t)dropout.seed[1]);
   return (random.word[(k & 7) >> 1] >> (k & 1 ? 16 : 0) & 0xffff) >= dropout.threshold;
 }
 
