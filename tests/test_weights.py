@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from cases import (
     assert_accurate,
     largest_terms,
     make,
-    plain,
+    plain_orders,
     to_double,
     ulp,
 )
@@ -39,23 +40,17 @@ def call_weights(function: object, inputs: Inputs, **changes: object) -> Tensor:
     return function(inputs.query, inputs.key, inputs.mask, **options)
 
 
-def plain_weights(inputs: Inputs) -> Tensor:
-    """What the definition gives in plain PyTorch, in the dtype of the inputs: Z with V = 1."""
+def with_identity(inputs: Inputs) -> Inputs:
+    """The same problem with the identity for V, so that Z is P."""
     eye = torch.eye(inputs.key.shape[2], dtype=inputs.key.dtype)
-    value = eye.expand(*inputs.key.shape[:2], -1, -1)
-    return plain(inputs.replaced(value=value), inputs.seen(), 1.0)[0]
-
-
-def flipped(inputs: Inputs) -> Inputs:
-    """The same problem with the sums over D in another order."""
-    return inputs.replaced(query=inputs.query.flip(-1), key=inputs.key.flip(-1))
+    return inputs.replaced(value=eye.expand(*inputs.key.shape[:2], -1, -1))
 
 
 def check(problem: Problem) -> None:
     inputs = make(replace(problem, dropout_p=0.0))
     found = {"weights": call_weights(mha_ext.attention_weights, inputs)}
     wanted = {"weights": call_weights(reference.attention_weights, to_double(inputs))}
-    plains = [{"weights": plain_weights(i)} for i in (inputs, flipped(inputs))]
+    plains = plain_orders(with_identity(inputs), lambda plain, i: {"weights": plain(i)[0]})
     assert found["weights"].dtype == inputs.query.dtype
     assert_accurate(found, wanted, plains, largest_terms(inputs), ["weights"])
 
@@ -115,14 +110,16 @@ def test_gradients(dtype: torch.dtype, empty_rows: str, selected: bool) -> None:
         reference.attention_weights, to_double(inputs), grad_weights, **chosen
     )
 
-    def in_dtype(query: Tensor, key: Tensor, mask: Tensor, **options: object) -> Tensor:
-        given = inputs.replaced(query=query, key=key, bias=options["bias"])
-        weights = plain_weights(given)
-        return weights[:, chosen["heads"]][:, :, chosen["rows"]] if selected else weights
+    def plain_gradients(
+        plain: Callable[[Inputs], tuple[Tensor, ...]], i: Inputs
+    ) -> dict[str, Tensor]:
+        def function(query: Tensor, key: Tensor, mask: Tensor, **options: object) -> Tensor:
+            weights = plain(i.replaced(query=query, key=key, bias=options["bias"]))[0]
+            return weights[:, chosen["heads"]][:, :, chosen["rows"]] if selected else weights
 
-    plains = [weight_gradients(in_dtype, i, grad_weights) for i in (inputs, flipped(inputs))]
-    for turned in plains[1:]:
-        turned.update({name: turned[name].flip(-1) for name in ("query", "key")})
+        return weight_gradients(function, i, grad_weights)
+
+    plains = plain_orders(with_identity(inputs), plain_gradients)
     terms = weight_terms(inputs, grad_weights, chosen)
     assert_accurate(found, wanted, plains, terms, list(wanted))
 
