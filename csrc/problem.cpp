@@ -201,7 +201,9 @@ Tensor empty_out(const Tensor& query, const Tensor& value) {
 }
 
 Tensor empty_grad(const Tensor& tensor, bool wanted) {
-  return wanted ? empty_heads(tensor.sym_sizes(), tensor) : empty_nothing(tensor);
+  if (!wanted) return empty_nothing(tensor);
+  return tensor.is_contiguous_or_false() ? empty(tensor.sym_sizes(), tensor, tensor.scalar_type())
+                                         : empty_heads(tensor.sym_sizes(), tensor);
 }
 
 Tensor empty_grad_bias(const Tensor& query, const OptionalTensor& bias, bool wanted) {

@@ -125,7 +125,8 @@ void set(Groups<Struct>& groups, void* Struct::* member, const at::Tensor& tenso
 at::Tensor empty_out(const at::Tensor& query, const at::Tensor& value);
 at::Tensor empty_lse(const at::Tensor& query);
 
-// Gradient of a [*G, B, H, L, D] tensor, of that form, or an empty [0] where it is not wanted.
+// Gradient of a [*G, B, H, L, D] tensor: contiguous where it is, so that autograd can keep it as
+// the leaf's, else of the form of out; or an empty [0] where it is not wanted.
 at::Tensor empty_grad(const at::Tensor& tensor, bool wanted);
 
 // Gradient of the bias, contiguous, or an empty [0] where it is not wanted or there is no bias. A

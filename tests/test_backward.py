@@ -257,6 +257,26 @@ def test_gradients_have_the_layout_of_a_projection() -> None:
         assert found[name].transpose(1, 2).is_contiguous(), name
 
 
+def test_gradients_of_contiguous_tensors_are_contiguous() -> None:
+    """Then autograd keeps them as those of the leaves, where it would copy others."""
+    inputs = make(Problem(heads=4, kv_heads=2, value_dim=9))
+    leaves = [t.contiguous().requires_grad_() for t in (inputs.query, inputs.key, inputs.value)]
+    out = mha_ext.attention(*leaves)
+    assert all(grad.is_contiguous() for grad in torch.autograd.grad(out.sum(), leaves))
+
+    class Copies(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_)
+            return func(*args, **(kwargs or {}))
+
+    grad_out = torch.ones_like(out)
+    with Copies() as copies:
+        mha_ext.attention(*leaves).backward(grad_out)
+    assert copies.count == 0
+
+
 @pytest.mark.parametrize("length", [70, 130, 260])
 @pytest.mark.parametrize("heads, width", [(1, 64), (3, 64), (3, 40)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -95,6 +95,7 @@ struct F32x16 {
   using M = __mmask16;
   using U = U32x16;
   static constexpr int kLanes = 16, kRegisters = 32;
+  static constexpr int64_t kInPlaceBlocks = 8;  // measured on Zen 4: all of a call of forward
 
   static V zero() { return _mm512_setzero_ps(); }
   static V set(float x) { return _mm512_set1_ps(x); }
@@ -293,6 +294,7 @@ struct F64x8 {
   using M = __mmask8;
   using U = U32x16;
   static constexpr int kLanes = 8, kRegisters = 32;
+  static constexpr int64_t kInPlaceBlocks = F32x16::kInPlaceBlocks;
 
   static V zero() { return _mm512_setzero_pd(); }
   static V set(double x) { return _mm512_set1_pd(x); }
