@@ -109,11 +109,11 @@ def _length(record: JsonRecord) -> int:
 def _share(
     dtype: str, what: str, lengths: Callable[[int], bool], name: str = OWN
 ) -> Callable[[Found], Figure | None]:
-    """The lowest share of the peak on one thread."""
+    """The lowest share of the peak, on one thread and on several."""
 
     def measure(found: Found) -> Figure | None:
-        records = found.all(topic="peak", dtype=dtype, what=what, threads=1, implementation=name)
-        return _worst([Figure(r["share"], r["case"], 1.0) for r in records if lengths(_length(r))])
+        records = found.all(topic="peak", dtype=dtype, what=what, implementation=name)
+        return _worst([Figure(r["share"], label(r), 1.0) for r in records if lengths(_length(r))])
 
     return measure
 

@@ -325,6 +325,22 @@ def test_every_goal_is_measured_by_some_group() -> None:
             assert row["measured"] is not None, name
 
 
+def test_shares_of_the_peak_count_every_number_of_threads() -> None:
+    def record(threads: int, seconds: float) -> dict[str, object]:
+        made = measure.Record(
+            "peak", "8 x 512 x 64", "float32", threads, "attention", "mha_ext", "forward"
+        )
+        made.flops, made.seconds = 1e9, timing.summary([seconds])
+        made.peak = timing.summary([1e11 * threads])
+        return made.as_json()
+
+    for records in ([record(1, 0.0125), record(2, 0.01)], [record(2, 0.01), record(1, 0.0125)]):
+        row = goals.evaluate(records)[0]
+        assert row["name"] == "float32 forward, L >= 512"
+        assert row["measured"] == pytest.approx(0.5)
+        assert row["where"] == "8 x 512 x 64, forward, 2 threads"
+
+
 def written(path: Path, content: dict[str, Any]) -> str:
     path.write_text(json.dumps(content))
     return str(path)

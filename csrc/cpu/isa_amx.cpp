@@ -21,6 +21,8 @@ TARGET_BEGIN(
 #include "scalar-inl.h"
 #include "vec_avx512-inl.h"
 //
+#include "vec_avx512_intel-inl.h"
+//
 #include "product-inl.h"
 #include "transpose-inl.h"
 //

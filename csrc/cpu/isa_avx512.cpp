@@ -16,6 +16,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 #include "scalar-inl.h"
 #include "vec_avx512-inl.h"
 //
+#include "vec_avx512_intel-inl.h"
+//
 #include "product-inl.h"
 #include "transpose-inl.h"
 //
