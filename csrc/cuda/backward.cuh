@@ -17,13 +17,13 @@ const char* backward_hopper_of(const Attention& a, const AttentionGrad& g, Strea
 template <class S>
 const char* backward_hopper_wide_of(const Attention& a, const AttentionGrad& g, Stream stream);
 
-// Once align_rows has been.
+// Once align_rows has been. As in forward, keys are dropped in whole groups of eight.
 inline bool backward_hopper_takes(const Attention& a, const AttentionGrad& g) {
   constexpr int64_t kFew = 64;
   return !g.grad_weights.data && !g.grad_bias.data && !a.bias.data && !a.uniform_empty_rows &&
-         a.queries > kFew && a.keys > kFew &&
-         max_of(a.head_dim, a.value_dim) <= (a.dropout.seed ? 128 : 256) &&
-         (copies_are_little(a) || all_in_pieces(a, &g)) && on_hopper();
+         a.queries > kFew && a.keys > kFew && max_of(a.head_dim, a.value_dim) <= 256 &&
+         (copies_are_little(a) || all_in_pieces(a, &g)) && !(a.dropout.seed && a.origin.key % 8) &&
+         on_hopper();
 }
 
 template <class S>

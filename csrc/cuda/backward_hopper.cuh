@@ -103,21 +103,24 @@ DEVICE void leave(const typename F::At& turn) {
 template <class F, int kLater>
 DEVICE void middle_of_tile(const Attention& a, const HopperPlace& at, const typename F::At& turn,
                            const HopperNumbers (&own)[2], HopperTile<F>& tile) {
-  [[maybe_unused]] uint32_t kept[F::kParts];
-  if constexpr (F::kDropout) hopper_kept<F>(a, at, kept);
+  [[maybe_unused]] uint32_t kept[8];
+  if constexpr (F::kDropout && F::kOwnsKeys) {
+    const int64_t q0 = (int64_t)at.tile * F::kOthers, k0 = (int64_t)at.own * 16;
+    turn_words_across(kept_words_across<typename F::Part>(a, at.b, at.h, q0, k0), kept);
+  }
   wait_products<kLater + 1>();
   pin(tile.s[0]);
   hopper_powers<F>(a, turn, own, tile.s);
   hide<F>(tile.pairs, tile.s);
   wait_products<kLater>();
   pin(tile.dp[0]);
-  if constexpr (F::kDropout) {
-    select_pairs<F>(kept, tile.dp);
-    scale_fragments((float)a.dropout.keep_scale, tile.dp);
-  }
-  hopper_differences<F>(turn, own, tile.s, tile.dp);
+  if constexpr (!F::kDropout)
+    hopper_differences<F>(turn, own, tile.s, tile.dp);
+  else if constexpr (F::kOwnsKeys)
+    dropped_differences<F>(a, turn, kept, tile.s, tile.dp);
+  else
+    dropped_differences<F>(a, at, turn, own, tile.s, tile.dp);
   hide<F>(tile.pairs, tile.dp);
-  if constexpr (F::kDropout && F::kValues) select_pairs<F>(kept, tile.s);
 }
 template <class F>
 DEVICE void round_tile(HopperTile<F>& tile) {

@@ -280,23 +280,6 @@ DEVICE void hide(const HopperPairs<F>& pairs, float (&c)[1][F::kColumns][4]) {
   if (pairs.partial) select_pairs<F>(pairs.visible, c);
 }
 
-// The pairs of a tile that dropout keeps, one part after the other: registers are full.
-template <class F>
-DEVICE void hopper_kept(const Attention& a, const HopperPlace& at, uint32_t (&kept)[F::kParts]) {
-  using Part = typename F::Part;
-  const int64_t own0 = (int64_t)at.own * 16;
-#pragma unroll 1
-  for (int part = 0; part < F::kParts; part++) {
-    const int64_t other0 = (int64_t)at.tile * F::kOthers + 64 * part;
-    uint32_t bits[1];
-    if constexpr (F::kOwnsKeys)
-      fragment_bits_across<Part>(kept_words_across<Part>(a, at.b, at.h, other0, own0), bits);
-    else
-      kept_bits<Part>(a, at.b, at.h, own0, other0, bits);
-    (part == 0 ? kept[0] : kept[F::kParts - 1]) = bits[0];
-  }
-}
-
 // S -> P of one tile.
 template <class F>
 DEVICE void hopper_powers(const Attention& a, const typename F::At& turn,
@@ -357,6 +340,39 @@ DEVICE void hopper_differences(const typename F::At& turn, const HopperNumbers (
 #pragma unroll
     for (int e = 0; e < 4; e++)
       dp[0][j][e] = p[0][j][e] * (dp[0][j][e] - delta.at[F::kOwnsKeys ? e % 2 : e / 2]);
+  }
+}
+
+// The same with dropout. An owner of queries draws here;
+template <class F>
+DEVICE void dropped_differences(const Attention& a, const HopperPlace& at,
+                                const typename F::At& turn, const HopperNumbers (&own)[2],
+                                const float (&p)[1][F::kColumns][4],
+                                float (&dp)[1][F::kColumns][4]) {
+#pragma unroll
+  for (int part = 0; part < F::kParts; part++)
+    drop_pairs<typename F::Part>(a, at.b, at.h, (int64_t)at.own * 16,
+                                 (int64_t)at.tile * F::kOthers + 64 * part, part_of(dp, part));
+  scale_fragments((float)a.dropout.keep_scale, dp);
+  hopper_differences<F>(turn, own, p, dp);
+}
+// an owner of keys has drawn what is kept, and also turns P into Z without its factor:
+// dS = P (keep dP - delta) = Z dP - P delta.
+template <class F>
+DEVICE void dropped_differences(const Attention& a, const typename F::At& turn,
+                                const uint32_t (&kept)[8], float (&p)[1][F::kColumns][4],
+                                float (&dp)[1][F::kColumns][4]) {
+  const Address first = F::numbers(turn) + 256 + 8 * (Address)(lane_id() % 4);
+  const float factor = (float)a.dropout.keep_scale;
+#pragma unroll
+  for (int j = 0; j < F::kColumns; j++) {
+    const TwoNumbers delta = load_shared<TwoNumbers>(first + (Address)(32 * j));
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const float all = p[0][j][e] * delta.at[e % 2];
+      if (!is_found(kept, j, e)) p[0][j][e] = 0;
+      dp[0][j][e] = fmaf(p[0][j][e], factor * dp[0][j][e], -all);
+    }
   }
 }
 

@@ -6,7 +6,7 @@ namespace mha_ext::cuda {
 template <>
 const char* backward_hopper_wide_of<BFloat16>(const Attention& a, const AttentionGrad& g,
                                               Stream stream) {
-  return backward_hopper<BFloat16, 256, false>(a, g, stream);
+  return backward_hopper<BFloat16, 256>(a, g, stream);
 }
 
 }  // namespace mha_ext::cuda

@@ -42,12 +42,12 @@ HOST_DEVICE KeyParts key_parts(const Attention& a) {
 }
 
 // Once align_rows has been. A bias is read faster by the other kernel, which copies it beside the
-// keys.
+// keys. Keys are dropped in whole groups of eight.
 inline bool hopper_takes(const Attention& a) {
   constexpr int64_t kOneFragment = 64;
   return !a.bias.data && a.queries > kOneFragment && key_parts(a).count == 1 &&
          max_of(a.head_dim, a.value_dim) <= 256 && (copies_are_little(a) || all_in_pieces(a)) &&
-         on_hopper();
+         !(a.dropout.seed && a.origin.key % 8) && on_hopper();
 }
 
 // What parts leave: sums of P V, and the level and sum of P of each row. The rows [B H Lq] are cut

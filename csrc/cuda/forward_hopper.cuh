@@ -79,11 +79,8 @@ DEVICE Rise<F> hopper_softmax(const Attention& a, const HopperBlock& of, const S
   if constexpr (!F::kPlain)
     if (a.dropout.seed)
 #pragma unroll
-      for (int part = 0; part < F::kWords; part++) {
-        uint32_t kept[1];
-        kept_bits<Half>(a, place.b, place.h, i0, k0 + 64 * part, kept);
-        select_tile<Half>(kept, 0, half_of<F>(s, part));
-      }
+      for (int part = 0; part < F::kWords; part++)
+        drop_pairs<Half>(a, place.b, place.h, i0, k0 + 64 * part, half_of<F>(s, part));
   return rise;
 }
 

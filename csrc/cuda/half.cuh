@@ -36,6 +36,45 @@ DEVICE void kept_bits(const Attention& a, int64_t b, int64_t h, int64_t i0, int6
   }
 }
 
+// Four lanes next to each other, with four words each: lane l gets word l of each of them.
+DEVICE void exchange_words(uint32_t (&word)[4]) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = lane_id() & step;
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      uint32_t &low = word[step == 1 ? 2 * n : n], &high = word[step == 1 ? 2 * n + 1 : n + 2];
+      const uint32_t other = shuffle_xor(upper ? low : high, step);
+      low = upper ? other : low;
+      high = upper ? high : other;
+    }
+  }
+}
+// Zeroes what dropout drops of a tile whose first key has a global position that 8 divides. The two
+// keys of a lane in a group of eight have one random word.
+template <class F>
+DEVICE void drop_pairs(const Attention& a, int64_t b, int64_t h, int64_t i0, int64_t k0,
+                       float (&p)[F::kFragments][F::kColumns][4]) {
+  static_assert(F::kColumns % 4 == 0);
+  const int lane = lane_id();
+  const int64_t group = ((a.origin.key + k0) >> 3) + lane % 4;
+  const float level = drop_level(a);
+#pragma unroll
+  for (int m = 0; m < F::kFragments; m++)
+#pragma unroll
+    for (int j = 0; j < F::kColumns; j += 4)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        auto random = random_words(a, b, h, i0 + 16 * m + 8 * half + lane / 4, group + j);
+        exchange_words(random.word);
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+          p[m][j + n][2 * half] *= keeps_low(random.word[n], level);
+          p[m][j + n][2 * half + 1] *= keeps_high(random.word[n], level);
+        }
+      }
+}
+
 // From the words of the columns, where the rows are 16 keys: lane c holds those of query c (in the
 // low half) and c + 32.
 template <class F>
@@ -55,6 +94,17 @@ DEVICE void fragment_bits_across(uint32_t words, uint32_t (&bits)[F::kFragments]
       }
     }
   bits[0] = found;
+}
+// The same without moving bits to their places: bit 16 (j / 4) + 8 half of found[2 (j % 4) + e]
+// belongs to element [2 half + e] of fragment j.
+DEVICE void turn_words_across(uint32_t words, uint32_t (&found)[8]) {
+  const int lane = lane_id();
+#pragma unroll
+  for (int n = 0; n < 8; n++)
+    found[n] = shuffle(words, 8 * (n / 2) + 2 * (lane % 4) + n % 2) >> lane / 4;
+}
+DEVICE bool is_found(const uint32_t (&found)[8], int j, int e) {
+  return found[j % 4 * 2 + e % 2] >> (j / 4 * 16 + e / 2 * 8) & 1;
 }
 // Such words: which of the keys [k0, k0 + 16) are seen by, or kept for, query q0 + c.
 template <class F>

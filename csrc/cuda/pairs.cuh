@@ -136,20 +136,36 @@ DEVICE uint32_t visible_half_word(const Attention& a, int64_t b, int64_t h, int6
   return word & mask_bits(mask, mask_row_of(mask, b, h, i, k0), (int)min_of(16, a.keys - k0));
 }
 
-// The group of eight keys, of which the first has global position 8 `group`, that dropout keeps:
-// bit j = key j of it.
+// The random words of eight keys, of which the first has global position 8 `group`: two keys a
+// word.
+DEVICE Philox<uint32_t> random_words(const Attention& a, int64_t b, int64_t h, int64_t i,
+                                     int64_t group) {
+  return philox((uint32_t)group, (uint32_t)(a.origin.query + i), (uint32_t)(a.origin.head + h),
+                (uint32_t)(a.origin.batch + b), (uint32_t)a.dropout.seed[0],
+                (uint32_t)a.dropout.seed[1]);
+}
+// Whether a key is kept, as 1 or 0, from the low or the high half of its word. With kUnit above it
+// each is the mantissa of a float, and the rest is float32 arithmetic: the units for integers are
+// busy with the random words.
+constexpr uint32_t kUnit = 0x4b000000u;  // 2^23
+DEVICE float drop_level(const Attention& a) { return float_of(kUnit | a.dropout.threshold) - 1; }
+DEVICE float keeps_low(uint32_t word, float level) {
+  return saturate(float_of((word & 0xffff) | kUnit) - level);
+}
+DEVICE float keeps_high(uint32_t word, float level) {
+  return saturate(float_of(word >> 16 | kUnit) - level);
+}
+// The keys that dropout keeps: bit j = key j of the group.
 DEVICE uint32_t kept_group(const Attention& a, int64_t b, int64_t h, int64_t i, int64_t group) {
-  const Philox<uint32_t> random = philox(
-      (uint32_t)group, (uint32_t)(a.origin.query + i), (uint32_t)(a.origin.head + h),
-      (uint32_t)(a.origin.batch + b), (uint32_t)a.dropout.seed[0], (uint32_t)a.dropout.seed[1]);
-  const uint32_t threshold = a.dropout.threshold << 16;  // 16 bits each: compared as high halves
-  uint32_t kept = 0;
+  const Philox<uint32_t> random = random_words(a, b, h, i, group);
+  const float level = drop_level(a);
+  float kept = float_of(kUnit);
 #pragma unroll
   for (int w = 0; w < 4; w++) {
-    kept |= random.word[w] << 16 >= threshold ? 1u << 2 * w : 0;
-    kept |= random.word[w] >= threshold ? 2u << 2 * w : 0;
+    kept = fmaf(keeps_low(random.word[w], level), (float)(1 << 2 * w), kept);
+    kept = fmaf(keeps_high(random.word[w], level), (float)(2 << 2 * w), kept);
   }
-  return kept;
+  return bits_of(kept) & 0xff;
 }
 
 // For four lanes with the same query, the next four of a warp: the keys of the tile that dropout

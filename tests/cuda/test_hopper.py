@@ -55,7 +55,7 @@ CASES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"queries": 300, "keys": 260, "mask": "bhqk", "heads": 4, "squares": True}, {}),
     ({"queries": 400, "keys": 520, "head_dim": 128, "mask": "b1qk", "squares": True}, {"right": 0}),
     ({"queries": 150, "keys": 200, "head_dim": 256}, {}),
-    ({"queries": 200, "keys": 170, "head_dim": 160, "value_dim": 96}, {"right": 0}),
+    ({"queries": 200, "keys": 170, "head_dim": 160, "value_dim": 96, "dropout_p": 0.3}, {"right": 0}),
     ({"queries": 130, "keys": 260, "head_dim": 40, "value_dim": 200, "heads": 4, "kv_heads": 2}, {"left": 70}),
     ({"queries": 260, "keys": 330, "head_dim": 256, "mask": "bhqk", "squares": True, "dtype": torch.float16}, {}),
     ({"queries": 150, "keys": 200, "dropout_p": 0.3}, {}),
@@ -235,12 +235,24 @@ MUTATIONS = {
 }  # fmt: skip
 DROPOUT_MUTATIONS = {
     "none": ("tile.cuh", "row * kRowBytes", "kRowBytes * row", ""),
-    "dP of dropped pairs": (FILE, "    select_pairs<F>(kept, tile.dp);\n", "", "wrong"),
-    "factor of dP": (
-        FILE,
-        "    scale_fragments((float)a.dropout.keep_scale, tile.dp);\n",
-        "",
-        "wrong",
+    "dP of dropped pairs": (
+        TILES,
+        "drop_pairs<typename F::Part>(a, at.b,",
+        "if (false) drop_pairs<typename F::Part>(a, at.b,",
+        "wrong numbers in grad_query",
+    ),
+    "factor of dP": (TILES, "  scale_fragments((float)a.dropout.keep_scale, dp);\n", "", "wrong numbers in grad_query"),
+    "factor of dP, owner of keys": (
+        TILES,
+        "factor * dp[0][j][e], -all",
+        "dp[0][j][e], -all",
+        "wrong numbers in grad_key",
+    ),
+    "P before it is dropped": (
+        TILES,
+        "-all);",
+        "-p[0][j][e] * delta.at[e % 2]);",
+        "wrong numbers in grad_key",
     ),
     "factor of grad_value": (
         FILE,
@@ -249,23 +261,38 @@ DROPOUT_MUTATIONS = {
         "wrong numbers in grad_value",
     ),
     "Z of dropped pairs": (
-        FILE,
-        "kDropout && F::kValues) select",
-        "kDropout && !F::kValues) select",
-        "wrong numbers in grad_value",
+        TILES,
+        "if (!is_found(kept, j, e))",
+        "if (false)",
+        "wrong numbers in grad_key|wrong numbers in grad_value",
     ),
     "second part": (
         TILES,
-        "kept_bits<Part>(a, at.b, at.h, own0, other0, bits)",
-        "kept_bits<Part>(a, at.b, at.h, own0, other0 - 64 * part, bits)",
+        "at.tile * F::kOthers + 64 * part, part_of(dp, part)",
+        "at.tile * F::kOthers, part_of(dp, part)",
         "wrong numbers in grad_query",
     ),
     "head of a group": (
-        TILES,
-        "kept_words_across<Part>(a, at.b, at.h,",
-        "kept_words_across<Part>(a, at.b, 0,",
+        FILE,
+        "kept_words_across<typename F::Part>(a, at.b, at.h,",
+        "kept_words_across<typename F::Part>(a, at.b, 0,",
         "wrong numbers in grad_key|wrong numbers in grad_value",
     ),
+    "words of the four lanes": (
+        "half.cuh",
+        "step == 1 ? 2 * n + 1 : n + 2",
+        "step == 1 ? 2 * n + 1 : 3 - n",
+        "wrong numbers in grad_query",
+    ),
+    "row of a lane's bit": ("half.cuh", ">> lane / 4;", ">> (lane / 4 ^ 1);", "wrong numbers in grad_key"),
+    "half of a fragment": ("half.cuh", "+ e / 2 * 8)", "+ (1 - e / 2) * 8)", "wrong numbers in grad_key"),
+    "half of a word": (
+        "pairs.cuh",
+        "float_of(word >> 16 | kUnit)",
+        "float_of((word & 0xffff) | kUnit)",
+        "wrong",
+    ),
+    "threshold": ("pairs.cuh", "a.dropout.threshold) - 1;", "a.dropout.threshold) + 999;", "wrong"),
 }  # fmt: skip
 
 WIDE_MUTATIONS = {
