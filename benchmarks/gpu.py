@@ -131,9 +131,9 @@ def groups() -> list[Group]:
         found.append(
             Group("masks", "bfloat16", replace(masked, name=f"2048 x 64, {mask}", mask=mask))
         )
-    found.append(
-        Group("masks", "bfloat16", replace(masked, name="2048 x 64, dropout", dropout=0.1))
-    )
+    for width in (64, 128):
+        case = Case(f"2048 x {width}, dropout", 8, 16, 2048, 2048, width, dropout=0.1)
+        found.append(Group("masks", "bfloat16", case))
     for keys, batch in ((4096, 16), (32768, 4), (2048, 1), (32768, 1)):
         name = f"{batch} x 1 over {keys}, 32:8"
         case = Case(name, batch, 32, 1, keys, 128, 8, training=False, layer=False)
