@@ -23,7 +23,7 @@ from mha_ext.cases import DTYPES, Case, Inputs, make_inputs
 from mha_ext.exact import Exact, Result, exact_results, random_like, verify
 from mha_ext.peers import Run, attention_run, eager_attention
 from mha_ext.profile import ROTATED_BYTES, measure_memory, rotation
-from mha_ext.timing import Samples, calls_per_sample, clock, in_turns, summary
+from mha_ext.timing import LONG_SECONDS, Samples, calls_per_sample, in_turns, sampler, summary
 
 CPU = torch.device("cpu")
 OWN = "mha_ext"
@@ -342,19 +342,26 @@ class Bench:
 def _visit(w: Work, passes: Sequence[Pass]) -> Callable[[], dict[str, float]]:
     """Times all passes of one implementation, one after the other."""
     calls = {what: _call(w, what) for what in passes if what == "forward" or _trains(w)}
+    samplers: dict[str, Callable[[], float]] = {}
     with _on(w.isa):
         times = {what: calls_per_sample(call, CPU) for what, call in calls.items()}
+        for what, call in calls.items():
+            if what != "training":
+                samplers[what] = sampler(call, times[what], CPU)
+    last = 0.0
 
     def visit() -> dict[str, float]:
+        nonlocal last
         found: dict[str, float] = {}
         with _on(w.isa):
             for what, call in calls.items():
-                if what == "training":
-                    found |= _clock_training(w, times[what])
+                if what in samplers:
+                    found[what] = samplers[what]()
                     continue
-                if len(w.copies) > 1:
-                    call()  # a decoding step follows another, not the stores of whoever was before
-                found[what] = clock(call, times[what], CPU)
+                if last < LONG_SECONDS:
+                    call()
+                found |= _clock_training(w, times[what])
+                last = found["training"]
         return found
 
     return visit

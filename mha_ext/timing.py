@@ -19,6 +19,7 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 _BLOCK_SECONDS = 2e-3  # a sample is the mean of so many calls that it lasts this long
+LONG_SECONDS = 0.05  # a call that lasts this long has long lost what the one before it left behind
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,24 @@ def calls_per_sample(call: Callable[[], object], device: torch.device) -> int:
     return min(1000, max(1, round(_BLOCK_SECONDS / max(clock(call, 1, device), 1e-7))))
 
 
+def sampler(call: Callable[[], object], times: int, device: torch.device) -> Callable[[], float]:
+    """What takes one sample.
+
+    It begins with a call that is not counted: what a sample follows is a call of its own, not somebody
+    else's, with other things in the caches and threads that have gone to sleep.
+    """
+    last = 0.0
+
+    def sample() -> float:
+        nonlocal last
+        if last < LONG_SECONDS:
+            call()
+        last = clock(call, times, device)
+        return last
+
+    return sample
+
+
 def in_turns(
     visits: Mapping[K, Callable[[], T]],
     seconds: float,
@@ -112,8 +131,7 @@ def alternate(
     """The seconds of each call, in turns for `seconds` (or `repeats` rounds)."""
 
     def visit(call: Callable[[], object]) -> Callable[[], float]:
-        times = calls_per_sample(call, device)
-        return lambda: clock(call, times, device)
+        return sampler(call, calls_per_sample(call, device), device)
 
     visits = {name: visit(call) for name, call in calls.items()}
     if repeats is not None:

@@ -616,6 +616,19 @@ def test_turns() -> None:
         timing.summary([])
 
 
+@pytest.mark.parametrize(("lasts", "calls"), [(0.01, 8), (0.1, 7)])
+def test_samples_follow_a_call_that_is_not_counted(
+    lasts: float, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but those of long calls, which only the first does."""
+    made: list[int] = []
+    monkeypatch.setattr(
+        timing, "clock", lambda call, times, _: [call() for _ in range(times)] and lasts
+    )
+    sample = timing.sampler(lambda: made.append(1), 3, torch.device("cpu"))
+    assert [sample(), sample()] == [lasts, lasts] and len(made) == calls
+
+
 def test_the_examples_of_the_documents_are_options() -> None:
     """Each command line in benchmarks/README.md and docs/performance.md parses."""
     folder = FOLDER.parent
