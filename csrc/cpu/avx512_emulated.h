@@ -324,6 +324,18 @@ INLINE __m512 _mm512_unpackhi_ps(__m512 a, __m512 b) {
       [](__m256 x, __m256 y) __attribute__((always_inline)) { return _mm256_unpackhi_ps(x, y); }, a,
       b);
 }
+INLINE __m512i _mm512_unpacklo_epi16(__m512i a, __m512i b) {
+  return emulated_halves<__m256i>(
+      [](__m256i x, __m256i y)
+          __attribute__((always_inline)) { return _mm256_unpacklo_epi16(x, y); },
+      a, b);
+}
+INLINE __m512i _mm512_unpackhi_epi16(__m512i a, __m512i b) {
+  return emulated_halves<__m256i>(
+      [](__m256i x, __m256i y)
+          __attribute__((always_inline)) { return _mm256_unpackhi_epi16(x, y); },
+      a, b);
+}
 INLINE __m512d _mm512_unpacklo_pd(__m512d a, __m512d b) {
   return emulated_halves<__m256d>(
       [](__m256d x, __m256d y) __attribute__((always_inline)) { return _mm256_unpacklo_pd(x, y); },

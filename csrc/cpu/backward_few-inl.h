@@ -207,8 +207,7 @@ class BackwardFew {
         });
       } else {
         for (int64_t r = 0; r < rows_; r++)
-          few_selected<K, false>(key, a_.key.row, w_.seen[r], d, w_.ds + r * kTile,
-                                 w_.sum + r * ld_);
+          few_seen_values<K>(key, a_.key.row, w_.seen[r], d, w_.ds + r * kTile, w_.sum + r * ld_);
       }
     }
     if (g_.grad_key.data)

@@ -220,9 +220,9 @@ class FewScan {
         if (!any_of(t, head)) continue;
         const FewState<K> state = states_.of(a_, head);
         for (int64_t r = 0; r < rows; r++)
-          few_selected<K, false>(row_of<K>(a_.value, b, task_.kv + head, k0), a_.value.row,
-                                 bits_of(t, head)[r], a_.value_dim, s_of(t, head) + r * kTile,
-                                 state.out + r * ldv_);
+          few_seen_values<K>(row_of<K>(a_.value, b, task_.kv + head, k0), a_.value.row,
+                             bits_of(t, head)[r], a_.value_dim, s_of(t, head) + r * kTile,
+                             state.out + r * ldv_);
       }
       return;
     }

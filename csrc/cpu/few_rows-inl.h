@@ -101,37 +101,77 @@ template <class K, int kVectors>
                               : load_up_to<X>(value + i * K::kLanes, left - i * K::kLanes);
   }
 }
+// The same of two rows, as pairs; of one and zeros where the second is not there.
+template <class K, bool kBoth, int kVectors>
+[[gnu::always_inline]] inline void load_value_pairs(const typename K::S* value, int64_t stride,
+                                                    int64_t left, typename K::X::V (&v)[kVectors]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kVectors; i += 2) {
+    const int64_t at = i * K::kLanes, some = i + 2 < kVectors ? 2 * K::kLanes : left - at;
+    const auto x = K::Dot::load_row(value + at, some);
+    const auto y = kBoth ? K::Dot::load_row(value + stride + at, some) : K::X::zero();
+    v[i] = K::Dot::pair_columns_of(x, y, 0);
+    v[i + 1] = K::Dot::pair_columns_of(x, y, 1);
+  }
+}
 template <class K>
-constexpr int kFewVectors = K::kSplit ? 2 : 1;  // that are loaded together
+constexpr int kFewVectors = K::kApart ? 2 : 1;  // that are loaded together
 
-// out[row][0:width of kVectors] += sum over the keys of s[row][n] value[n], for kRows rows.
+// Weights of keys for so many rows, s[row][key], as the products with values take them: two keys in
+// a unit where values are pairs.
+template <class K>
+constexpr int64_t kFewUnits = kTile / K::Dot::kStep;  // of a row
+template <class K, int kRows>
+const typename K::Unit* few_weights(const typename K::T* s, int64_t keys,
+                                    typename K::Unit (&room)[kRows * kFewUnits<K>]) {
+  if constexpr (!K::kPairs) return s;
+  if constexpr (K::kPairs) K::Dot::pair_columns(s, kRows, keys, room);
+  return room;
+}
+
+// out[row][0:width of kVectors] += sum over the keys of weight[row][n] value[n], for kRows rows.
 enum class Asks { kNothing, kNext, kBeside };
 template <class K, int kRows, int kVectors, Asks kAsks>
 void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64_t left,
-                 const typename K::T* s, typename K::T* out, int64_t ld, const FewAsk<K>& ask) {
+                 const typename K::Unit* weight, typename K::T* out, int64_t ld,
+                 const FewAsk<K>& ask) {
   using X = typename K::X;
+  constexpr int kStep = K::Dot::kStep;
   typename X::V sum[kRows][kVectors];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++) sum[r][i] = X::load(out + r * ld + i * K::kLanes);
-  for (int64_t n = 0; n < keys; n++) {
-    if constexpr (kAsks == Asks::kNext) ask.next->ask();
-    if constexpr (kAsks == Asks::kBeside) {
-      const typename K::S* const beside = ask.beside(value, stride, keys, n);
+  const auto add = [&]<int kKeys>(int64_t n) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+    for (int64_t k = n; k < n + kKeys; k++) {
+      if constexpr (kAsks == Asks::kNext) ask.next->ask();
+      if constexpr (kAsks == Asks::kBeside) {
+        const typename K::S* const beside = ask.beside(value, stride, keys, k);
 #pragma GCC unroll 8
-      for (int64_t i = 0; i < kVectors * K::kLanes; i += kLineItems<K>)
-        __builtin_prefetch(beside + i, 0, 3);
+        for (int64_t i = 0; i < kVectors * K::kLanes; i += kLineItems<K>)
+          __builtin_prefetch(beside + i, 0, 3);
+      }
     }
     typename X::V v[kVectors];
-    load_values<K>(value + n * stride, left, v);
+    if constexpr (K::kPairs)
+      load_value_pairs<K, kKeys == 2>(value + n * stride, stride, left, v);
+    else
+      load_values<K>(value + n * stride, left, v);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; r++) {
-      const typename X::V p = X::set(s[r * kTile + n]);
+      const typename K::Unit w = weight[r * kFewUnits<K> + n / kStep];
 #pragma GCC unroll 8
-      for (int i = 0; i < kVectors; i++) sum[r][i] = X::fma(v[i], p, sum[r][i]);
+      for (int i = 0; i < kVectors; i++)
+        if constexpr (K::kPairs)
+          sum[r][i] = K::Dot::add_products(sum[r][i], v[i], K::Dot::set(w));
+        else
+          sum[r][i] = X::fma(v[i], X::set(w), sum[r][i]);
     }
-  }
+  };
+  int64_t n = 0;
+  for (; n + kStep <= keys; n += kStep) add.template operator()<kStep>(n);
+  if (n < keys) add.template operator()<1>(n);
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 8
@@ -143,12 +183,14 @@ void few_values(const typename K::S* value, int64_t stride, int64_t keys, int64_
                 const typename K::T* s, typename K::T* out, int64_t ld, FewAsk<K> ask = {}) {
   constexpr int kSums = K::X::kRegisters / 2, kMost = kSums / kRows < 8 ? kSums / kRows : 8;
   constexpr bool kBeside = asked_beside<typename K::X>() > 0;
+  typename K::Unit room[kRows * kFewUnits<K>];
+  const typename K::Unit* const weights = few_weights<K, kRows>(s, keys, room);
   int64_t d = 0;
   const auto columns = [&]<int kVectors>() __attribute__((always_inline)) {
     constexpr int64_t kWidth = kVectors * K::kLanes;
     const auto add = [&]<Asks kAsks>() __attribute__((always_inline)) {
-      few_product<K, kRows, kVectors, kAsks>(value + d, stride, keys, width - d, s, out + d, ld,
-                                             ask);
+      few_product<K, kRows, kVectors, kAsks>(value + d, stride, keys, width - d, weights, out + d,
+                                             ld, ask);
     };
     for (; width - d > kWidth - kFewVectors<K> * K::kLanes; d += kWidth) {
       if (kBeside && ask.then) {
@@ -166,28 +208,54 @@ void few_values(const typename K::S* value, int64_t stride, int64_t keys, int64_
   columns.template operator()<kFewVectors<K>>();
 }
 
-// out[row] += weight[n] value[n] for the keys in `bits` only. kOrder: columns in their order, where
-// few_product has them apart.
-template <class K, bool kOrder = true>
+// out += weight[n] value[n] for the keys in `bits` only, the columns in their order.
+template <class K>
 void few_selected(const typename K::S* value, int64_t stride, uint64_t bits, int64_t width,
                   const typename K::T* weight, typename K::T* out) {
   using X = typename K::X;
   for (; bits; bits &= bits - 1) {
     const int64_t n = __builtin_ctzll(bits);
     const typename X::V p = X::set(weight[n]);
-    if constexpr (K::kSplit && !kOrder) {
+    for (int64_t d = 0; d < width; d += K::kLanes)
+      X::store(out + d,
+               X::fma(load_up_to<X>(value + n * stride + d, width - d), p, X::load(out + d)));
+  }
+}
+// What few_values adds, bit by bit, where the values of other keys than those in `bits`, whose
+// weights are 0, may be anything.
+template <class K>
+void few_seen_values(const typename K::S* value, int64_t stride, uint64_t bits, int64_t width,
+                     const typename K::T* s, typename K::T* out) {
+  using X = typename K::X;
+  if constexpr (!K::kApart) {
+    few_selected<K>(value, stride, bits, width, s, out);
+  } else {
+    typename K::Unit room[kFewUnits<K>];
+    const typename K::Unit* const weights =
+        few_weights<K, 1>(s, bits ? 64 - __builtin_clzll(bits) : 0, room);
+    for (uint64_t left = bits; left; left &= left - 1) {
+      const int64_t n = __builtin_ctzll(left), unit = n / K::Dot::kStep;
+      const typename K::S* const row = value + n * stride;
+      const bool even = n % 2 == 0, both = K::kPairs && even && left >> n & 2;
+      if (both) left &= left - 1;
       for (int64_t d = 0; d < width; d += 2 * K::kLanes) {
         typename X::V v[2];
-        load_values<K>(value + n * stride + d, width - d, v);
+        if constexpr (K::kPairs) {
+          const auto x = K::Dot::load_row(row + d, width - d);
+          const auto y = both ? K::Dot::load_row(row + stride + d, width - d) : X::zero();
+          for (int i = 0; i < 2; i++)
+            v[i] = K::Dot::pair_columns_of(even ? x : X::zero(), even ? y : x, i);
+        } else {
+          load_values<K>(row + d, width - d, v);
+        }
         for (int i = 0; i < 2; i++) {
           typename K::T* const to = out + d + i * K::kLanes;
-          X::store(to, X::fma(v[i], p, X::load(to)));
+          if constexpr (K::kPairs)
+            X::store(to, K::Dot::add_products(X::load(to), v[i], K::Dot::set(weights[unit])));
+          else
+            X::store(to, X::fma(v[i], X::set(weights[unit]), X::load(to)));
         }
       }
-    } else {
-      for (int64_t d = 0; d < width; d += K::kLanes)
-        X::store(out + d,
-                 X::fma(load_up_to<X>(value + n * stride + d, width - d), p, X::load(out + d)));
     }
   }
 }
@@ -196,10 +264,13 @@ void few_selected(const typename K::S* value, int64_t stride, uint64_t bits, int
 template <class K>
 void join_columns(int64_t width, typename K::T* out) {
   using X = typename K::X;
-  if constexpr (K::kSplit)
+  if constexpr (K::kApart)
     for (int64_t d = 0; d < width; d += 2 * K::kLanes) {
       typename X::V v[2] = {X::load(out + d), X::load(out + d + K::kLanes)};
-      X::join(v);
+      if constexpr (K::kPairs)
+        K::Dot::join(v);
+      else
+        X::join(v);
       X::store(out + d, v[0]);
       X::store(out + d + K::kLanes, v[1]);
     }

@@ -27,6 +27,22 @@ struct PairUnits {
   static __m512 add_products(__m512 sum, __m512 x, __m512 y) {
     return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);
   }
+  static __m512 set(Unit x) { return _mm512_castsi512_ps(_mm512_set1_epi32((int)x)); }
+  // (x[c], y[c]) for half of the 32 columns of two rows: c = 0 .. 3, 8 .. 11, 16 .. 19, 24 .. 27,
+  // or (part 1) the others.
+  static __m512 pair_columns_of(__m512 x, __m512 y, int part) {
+    const __m512i a = _mm512_castps_si512(x), b = _mm512_castps_si512(y);
+    return _mm512_castsi512_ps(part == 0 ? _mm512_unpacklo_epi16(a, b)
+                                         : _mm512_unpackhi_epi16(a, b));
+  }
+  // Those columns back in their order.
+  static void join(__m512 (&v)[2]) {
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    const __m512i x = _mm512_castps_si512(v[0]), y = _mm512_castps_si512(v[1]);
+    v[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi32(x, low, y));
+    v[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi32(x, high, y));
+  }
   // (from[r][c], from[r + 1][c]) for 16 columns; zero past the last row and column.
   static __m512i pair_at(const BFloat16* from, int64_t stride, int64_t r, int64_t rows,
                          __mmask16 in) {

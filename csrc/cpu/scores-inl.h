@@ -130,7 +130,7 @@ constexpr int64_t kLineItems = kLine / (int64_t)sizeof(typename K::S);
 // Columns of a row of few queries, in whole steps of a product.
 template <class K>
 int64_t few_width(int64_t columns) {
-  return round_up(columns, K::kSplit ? 2 * K::kLanes : K::kLanes);
+  return round_up(columns, K::kApart ? 2 * K::kLanes : K::kLanes);
 }
 
 // s[r][n] = sum_d key[n][d] query[r][d] for kRows rows of queries and kLanes / kRows keys: a vector

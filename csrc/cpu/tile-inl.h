@@ -33,6 +33,8 @@ struct Kind {
   }
   // Whether few queries take numbers at even and at odd places apart.
   static constexpr bool kSplit = !kPairs && requires(const S* p) { X::load_pairs(p, 0); };
+  // Their sums over keys have two vectors of columns that lie apart, and are joined at the end.
+  static constexpr bool kApart = kSplit || kPairs;
 };
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
