@@ -172,6 +172,8 @@ INLINE __m512i _mm512_setr_epi32(int a, int b, int c, int d, int e, int f, int g
                                  int j, int k, int l, int m, int n, int o, int p) {
   return (__m512i)EmulatedI32{a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p};
 }
+INLINE __m256 _mm512_castps512_ps256(__m512 v) { return emulated_half<__m256, 0>(v); }
+INLINE __m256d _mm512_castpd512_pd256(__m512d v) { return emulated_half<__m256d, 0>(v); }
 INLINE __m512i _mm512_castps_si512(__m512 v) { return (__m512i)v; }
 INLINE __m512i _mm512_castpd_si512(__m512d v) { return (__m512i)v; }
 INLINE __m512 _mm512_castsi512_ps(__m512i v) { return (__m512)v; }
