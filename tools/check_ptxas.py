@@ -33,7 +33,7 @@ BUDGETS = [
     (r"forward_hopper_kernel|backward_hopper_kernel", 168),  # where a block starts
     (r"forward_split_kernel|backward_split_kernel", 255),
     (r"::split_kernel", 64),
-    (r"bias_tangent_half_kernel", 208),
+    (r"bias_tangent_half_kernel", 200),
     (r"forward_tangent_half_kernel|backward_tangent_half_kernel", 255),
     (r"_wide_kernel<.*double|wide_gradient_kernel|wide_bias_kernel<.*double", 255),
     (r"forward_tangent_kernel", 255),
@@ -58,15 +58,14 @@ SPILLS = [
     (r"backward_hopper_kernel<.*, 64, false, true>", 72),
     (r"backward_hopper_kernel<.*, 64, true, true>", 64),
     (r"backward_hopper_kernel<.*, 64, true, false>", 4),
-    (r"forward_hopper_kernel<.*, (128|256), false, 2>", 716),
+    (r"forward_hopper_kernel<.*, (128|256), false, 2>", 688),
     (r"forward_hopper_kernel<.*, 64, true, 3>", 288),
     (r"forward_hopper_kernel<.*, 64, false, 2>", 300),
     (r"forward_hopper_kernel<.*, 128, true, 2>", 228),
     (r"forward_hopper_kernel<.*, 256, true, 2>", 204),
     (r"forward_hopper_kernel<.*, 64, true, 2>", 84),
     (r"sm_8\d .*backward_(tangent_)?half_kernel<.*, (128|256), ", 16),
-    (r"sm_90 .*(backward|bias)_half_kernel<.*, 64, false, ", 88),
-    (r"sm_90 .*wide_gradient_kernel<.*double", 8),
+    (r"sm_90 .*(backward|bias)_half_kernel<.*, 64, false, ", 36),
 ]
 
 

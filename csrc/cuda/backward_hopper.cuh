@@ -106,7 +106,7 @@ DEVICE void middle_of_tile(const Attention& a, const HopperPlace& at, const type
   [[maybe_unused]] uint32_t kept[8];
   if constexpr (F::kDropout && F::kOwnsKeys) {
     const int64_t q0 = (int64_t)at.tile * F::kOthers, k0 = (int64_t)at.own * 16;
-    turn_words_across(kept_words_across<typename F::Part>(a, at.b, at.h, q0, k0), kept);
+    turn_words_across(kept_words_across<typename F::Part, FastWord>(a, at.b, at.h, q0, k0), kept);
   }
   wait_products<kLater + 1>();
   pin(tile.s[0]);

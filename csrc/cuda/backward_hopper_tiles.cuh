@@ -266,18 +266,15 @@ DEVICE void hopper_visible(const Attention& a, const HopperPlace& at, HopperPair
     pairs.visible[part] = bits[0];
   }
 }
-// What is not among the pairs becomes 0.
-template <class F>
-DEVICE void select_pairs(const uint32_t (&pairs)[F::kParts], float (&c)[1][F::kColumns][4]) {
-#pragma unroll
-  for (int part = 0; part < F::kParts; part++) {
-    const uint32_t bits[1] = {pairs[part]};
-    select_tile<typename F::Part>(bits, 0, part_of(c, part));
-  }
-}
+// What is hidden becomes 0.
 template <class F>
 DEVICE void hide(const HopperPairs<F>& pairs, float (&c)[1][F::kColumns][4]) {
-  if (pairs.partial) select_pairs<F>(pairs.visible, c);
+  if (!pairs.partial) return;
+#pragma unroll
+  for (int part = 0; part < F::kParts; part++) {
+    const uint32_t bits[1] = {pairs.visible[part]};
+    select_tile<typename F::Part>(bits, 0, part_of(c, part));
+  }
 }
 
 // S -> P of one tile.

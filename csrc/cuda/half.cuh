@@ -37,13 +37,14 @@ DEVICE void kept_bits(const Attention& a, int64_t b, int64_t h, int64_t i0, int6
 }
 
 // Four lanes next to each other, with four words each: lane l gets word l of each of them.
-DEVICE void exchange_words(uint32_t (&word)[4]) {
+DEVICE void exchange_words(FastWord (&word)[4]) {
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) {
     const bool upper = lane_id() & step;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-      uint32_t &low = word[step == 1 ? 2 * n : n], &high = word[step == 1 ? 2 * n + 1 : n + 2];
+      uint32_t& low = word[step == 1 ? 2 * n : n].bits;
+      uint32_t& high = word[step == 1 ? 2 * n + 1 : n + 2].bits;
       const uint32_t other = shuffle_xor(upper ? low : high, step);
       low = upper ? other : low;
       high = upper ? high : other;
@@ -65,7 +66,7 @@ DEVICE void drop_pairs(const Attention& a, int64_t b, int64_t h, int64_t i0, int
     for (int j = 0; j < F::kColumns; j += 4)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        auto random = random_words(a, b, h, i0 + 16 * m + 8 * half + lane / 4, group + j);
+        auto random = random_words<FastWord>(a, b, h, i0 + 16 * m + 8 * half + lane / 4, group + j);
         exchange_words(random.word);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
@@ -118,13 +119,13 @@ DEVICE uint32_t visible_words_across(const Attention& a, int64_t b, int64_t h, i
   }
   return words;
 }
-template <class F>
+template <class F, class Word = uint32_t>
 DEVICE uint32_t kept_words_across(const Attention& a, int64_t b, int64_t h, int64_t q0,
                                   int64_t k0) {
   uint32_t words = 0;
 #pragma unroll 1
   for (int r = lane_id(); r < F::kColumns * 8; r += kWarp)
-    words |= kept_half_word(a, b, h, q0 + r, k0) << (r < kWarp ? 0 : 16);
+    words |= kept_half_word<Word>(a, b, h, q0 + r, k0) << (r < kWarp ? 0 : 16);
   return words;
 }
 

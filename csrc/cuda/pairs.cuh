@@ -136,28 +136,49 @@ DEVICE uint32_t visible_half_word(const Attention& a, int64_t b, int64_t h, int6
   return word & mask_bits(mask, mask_row_of(mask, b, h, i, k0), (int)min_of(16, a.keys - k0));
 }
 
-// The random words of eight keys, of which the first has global position 8 `group`: two keys a
-// word.
-DEVICE Philox<uint32_t> random_words(const Attention& a, int64_t b, int64_t h, int64_t i,
-                                     int64_t group) {
-  return philox((uint32_t)group, (uint32_t)(a.origin.query + i), (uint32_t)(a.origin.head + h),
-                (uint32_t)(a.origin.batch + b), (uint32_t)a.dropout.seed[0],
-                (uint32_t)a.dropout.seed[1]);
+// A random word, faster where there are registers for it: a product is one instruction, where nvcc
+// also adds up halves of one of 64 bits that are 0; and what is kept is found in float32, since the
+// units for integers are busy with the words.
+struct FastWord {
+  uint32_t bits;
+};
+DEVICE void multiply(uint32_t factor, FastWord x, FastWord* high, FastWord* low) {
+  *high = {multiply_high(factor, x.bits)};
+  *low = {factor * x.bits};
 }
-// Whether a key is kept, as 1 or 0, from the low or the high half of its word. With kUnit above it
-// each is the mantissa of a float, and the rest is float32 arithmetic: the units for integers are
-// busy with the random words.
+DEVICE FastWord exclusive_or(FastWord a, FastWord b, uint32_t key) {
+  return {a.bits ^ b.bits ^ key};
+}
+// Those of eight keys, of which the first has global position 8 `group`: two keys a word.
+template <class Word>
+DEVICE Philox<Word> random_words(const Attention& a, int64_t b, int64_t h, int64_t i,
+                                 int64_t group) {
+  return philox(Word{(uint32_t)group}, Word{(uint32_t)(a.origin.query + i)},
+                Word{(uint32_t)(a.origin.head + h)}, Word{(uint32_t)(a.origin.batch + b)},
+                (uint32_t)a.dropout.seed[0], (uint32_t)a.dropout.seed[1]);
+}
+// Whether a key is kept, as 1 or 0, from the low or the high half of its word: with kUnit above it
+// that is the mantissa of a float.
 constexpr uint32_t kUnit = 0x4b000000u;  // 2^23
 DEVICE float drop_level(const Attention& a) { return float_of(kUnit | a.dropout.threshold) - 1; }
-DEVICE float keeps_low(uint32_t word, float level) {
-  return saturate(float_of((word & 0xffff) | kUnit) - level);
+DEVICE float keeps_low(FastWord word, float level) {
+  return saturate(float_of((word.bits & 0xffff) | kUnit) - level);
 }
-DEVICE float keeps_high(uint32_t word, float level) {
-  return saturate(float_of(word >> 16 | kUnit) - level);
+DEVICE float keeps_high(FastWord word, float level) {
+  return saturate(float_of(word.bits >> 16 | kUnit) - level);
 }
 // The keys that dropout keeps: bit j = key j of the group.
-DEVICE uint32_t kept_group(const Attention& a, int64_t b, int64_t h, int64_t i, int64_t group) {
-  const Philox<uint32_t> random = random_words(a, b, h, i, group);
+DEVICE uint32_t kept_of(const Attention& a, const Philox<uint32_t>& random) {
+  const uint32_t threshold = a.dropout.threshold << 16;  // 16 bits each: compared as high halves
+  uint32_t kept = 0;
+#pragma unroll
+  for (int w = 0; w < 4; w++) {
+    kept |= random.word[w] << 16 >= threshold ? 1u << 2 * w : 0;
+    kept |= random.word[w] >= threshold ? 2u << 2 * w : 0;
+  }
+  return kept;
+}
+DEVICE uint32_t kept_of(const Attention& a, const Philox<FastWord>& random) {
   const float level = drop_level(a);
   float kept = float_of(kUnit);
 #pragma unroll
@@ -166,6 +187,10 @@ DEVICE uint32_t kept_group(const Attention& a, int64_t b, int64_t h, int64_t i, 
     kept = fmaf(keeps_high(random.word[w], level), (float)(2 << 2 * w), kept);
   }
   return bits_of(kept) & 0xff;
+}
+template <class Word = uint32_t>
+DEVICE uint32_t kept_group(const Attention& a, int64_t b, int64_t h, int64_t i, int64_t group) {
+  return kept_of(a, random_words<Word>(a, b, h, i, group));
 }
 
 // For four lanes with the same query, the next four of a warp: the keys of the tile that dropout
@@ -194,15 +219,17 @@ DEVICE uint64_t kept_word(const Attention& a, int64_t b, int64_t h, int64_t i, i
 }
 
 // For one lane: those of the 16 keys from k0 on.
+template <class Word>
 DEVICE uint32_t kept_half_word(const Attention& a, int64_t b, int64_t h, int64_t i, int64_t k0) {
   const int64_t first = a.origin.key + k0;
   const int offset = (int)(first & 7);
   if (offset == 0)
-    return kept_group(a, b, h, i, first >> 3) | kept_group(a, b, h, i, (first >> 3) + 1) << 8;
+    return kept_group<Word>(a, b, h, i, first >> 3) | kept_group<Word>(a, b, h, i, (first >> 3) + 1)
+                                                          << 8;
   uint32_t word = 0;
 #pragma unroll 1
   for (int group = 0; group * 8 < 16 + offset; group++)
-    word |= kept_group(a, b, h, i, (first >> 3) + group) << 8 * group;
+    word |= kept_group<Word>(a, b, h, i, (first >> 3) + group) << 8 * group;
   return word >> offset & 0xffff;
 }
 

@@ -153,6 +153,7 @@ DEVICE uint32_t min_pair(Float16, uint32_t x, uint32_t y) {
 }
 DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
 DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
+DEVICE uint32_t multiply_high(uint32_t x, uint32_t y) { return __umulhi(x, y); }
 DEVICE float saturate(float x) { return __saturatef(x); }  // to [0, 1]
 // The upper halves of two words, the first in the low half.
 DEVICE uint32_t upper_halves(uint32_t low, uint32_t high) { return __byte_perm(low, high, 0x7632); }

@@ -19,15 +19,9 @@ HOST_DEVICE uint32_t this_key(uint32_t key) { return key; }
 HOST_DEVICE uint32_t next_key(uint32_t key, uint32_t step) { return key + step; }
 
 HOST_DEVICE void multiply(uint32_t factor, uint32_t x, uint32_t* high, uint32_t* low) {
-#ifdef __CUDA_ARCH__
-  // One instruction; of a 64-bit product nvcc also adds up halves that are 0.
-  *high = __umulhi(factor, x);
-  *low = factor * x;
-#else
   const uint64_t product = (uint64_t)factor * x;
   *high = (uint32_t)(product >> 32);
   *low = (uint32_t)product;
-#endif
 }
 HOST_DEVICE uint32_t exclusive_or(uint32_t a, uint32_t b, uint32_t c) { return a ^ b ^ c; }
 

@@ -110,6 +110,7 @@ inline float float_of(uint32_t bits) {
   memcpy(&x, &bits, 4);
   return x;
 }
+inline uint32_t multiply_high(uint32_t x, uint32_t y) { return (uint32_t)((uint64_t)x * y >> 32); }
 inline float saturate(float x) { return fminf(fmaxf(x, 0.0f), 1.0f); }
 inline uint32_t bits_of(float x) {
   uint32_t bits;
