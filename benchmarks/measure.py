@@ -23,7 +23,7 @@ from mha_ext.cases import DTYPES, Case, Inputs, make_inputs
 from mha_ext.exact import Exact, Result, exact_results, random_like, verify
 from mha_ext.peers import Run, attention_run, eager_attention
 from mha_ext.profile import ROTATED_BYTES, measure_memory, rotation
-from mha_ext.timing import LONG_SECONDS, Samples, calls_per_sample, in_turns, sampler, summary
+from mha_ext.timing import Samples, calls_per_sample, clock, in_turns, settled, summary
 
 CPU = torch.device("cpu")
 OWN = "mha_ext"
@@ -342,26 +342,21 @@ class Bench:
 def _visit(w: Work, passes: Sequence[Pass]) -> Callable[[], dict[str, float]]:
     """Times all passes of one implementation, one after the other."""
     calls = {what: _call(w, what) for what in passes if what == "forward" or _trains(w)}
-    samplers: dict[str, Callable[[], float]] = {}
+
+    def settled_pass(what: str, call: Callable[[], object]) -> Callable[[], dict[str, float]]:
+        times = calls_per_sample(call, CPU)
+        if what == "training":
+            return settled(call, lambda: _clock_training(w, times), lambda found: found[what])
+        return settled(call, lambda: {what: clock(call, times, CPU)}, lambda found: found[what])
+
     with _on(w.isa):
-        times = {what: calls_per_sample(call, CPU) for what, call in calls.items()}
-        for what, call in calls.items():
-            if what != "training":
-                samplers[what] = sampler(call, times[what], CPU)
-    last = 0.0
+        samples = [settled_pass(what, call) for what, call in calls.items()]
 
     def visit() -> dict[str, float]:
-        nonlocal last
         found: dict[str, float] = {}
         with _on(w.isa):
-            for what, call in calls.items():
-                if what in samplers:
-                    found[what] = samplers[what]()
-                    continue
-                if last < LONG_SECONDS:
-                    call()
-                found |= _clock_training(w, times[what])
-                last = found["training"]
+            for sample in samples:
+                found |= sample()
         return found
 
     return visit

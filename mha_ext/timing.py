@@ -19,7 +19,7 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 _BLOCK_SECONDS = 2e-3  # a sample is the mean of so many calls that it lasts this long
-LONG_SECONDS = 0.05  # a call that lasts this long has long lost what the one before it left behind
+_LONG_SECONDS = 0.05  # a call that lasts this long has long lost what the one before it left behind
 
 
 @dataclass(frozen=True)
@@ -69,22 +69,25 @@ def calls_per_sample(call: Callable[[], object], device: torch.device) -> int:
     return min(1000, max(1, round(_BLOCK_SECONDS / max(clock(call, 1, device), 1e-7))))
 
 
-def sampler(call: Callable[[], object], times: int, device: torch.device) -> Callable[[], float]:
-    """What takes one sample.
+def settled(
+    call: Callable[[], object], sample: Callable[[], T], seconds: Callable[[T], float]
+) -> Callable[[], T]:
+    """`sample`, after a `call` that is not counted.
 
-    It begins with a call that is not counted: what a sample follows is a call of its own, not somebody
-    else's, with other things in the caches and threads that have gone to sleep.
+    So a sample follows a call of its own, not somebody else's, with other things in the caches and threads
+    that have gone to sleep. `seconds` says how long a call took in a sample: long ones go without.
     """
     last = 0.0
 
-    def sample() -> float:
+    def settle() -> T:
         nonlocal last
-        if last < LONG_SECONDS:
+        if last < _LONG_SECONDS:
             call()
-        last = clock(call, times, device)
-        return last
+        found = sample()
+        last = seconds(found)
+        return found
 
-    return sample
+    return settle
 
 
 def in_turns(
@@ -131,7 +134,8 @@ def alternate(
     """The seconds of each call, in turns for `seconds` (or `repeats` rounds)."""
 
     def visit(call: Callable[[], object]) -> Callable[[], float]:
-        return sampler(call, calls_per_sample(call, device), device)
+        times = calls_per_sample(call, device)
+        return settled(call, lambda: clock(call, times, device), float)
 
     visits = {name: visit(call) for name, call in calls.items()}
     if repeats is not None:

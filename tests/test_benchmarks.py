@@ -616,17 +616,12 @@ def test_turns() -> None:
         timing.summary([])
 
 
-@pytest.mark.parametrize(("lasts", "calls"), [(0.01, 8), (0.1, 7)])
-def test_samples_follow_a_call_that_is_not_counted(
-    lasts: float, calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All but those of long calls, which only the first does."""
-    made: list[int] = []
-    monkeypatch.setattr(
-        timing, "clock", lambda call, times, _: [call() for _ in range(times)] and lasts
-    )
-    sample = timing.sampler(lambda: made.append(1), 3, torch.device("cpu"))
-    assert [sample(), sample()] == [lasts, lasts] and len(made) == calls
+@pytest.mark.parametrize(("lasts", "order"), [(0.01, "cscs"), (0.1, "css")])
+def test_samples_follow_a_call_that_is_not_counted(lasts: float, order: str) -> None:
+    """All but those of long calls, where only the first does."""
+    made: list[str] = []
+    sample = timing.settled(lambda: made.append("c"), lambda: made.append("s") or lasts, float)
+    assert [sample(), sample()] == [lasts, lasts] and "".join(made) == order
 
 
 def test_the_examples_of_the_documents_are_options() -> None:

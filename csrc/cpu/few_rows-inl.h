@@ -129,6 +129,17 @@ const typename K::Unit* few_weights(const typename K::T* s, int64_t keys,
   return room;
 }
 
+// sum += what a weight, of one key or of two, adds.
+template <class K>
+[[gnu::always_inline]] inline typename K::X::V add_weighted(typename K::X::V sum,
+                                                            typename K::X::V v,
+                                                            typename K::Unit weight) {
+  if constexpr (K::kPairs)
+    return K::Dot::add_products(sum, v, K::Dot::set(weight));
+  else
+    return K::X::fma(v, K::X::set(weight), sum);
+}
+
 // out[row][0:width of kVectors] += sum over the keys of weight[row][n] value[n], for kRows rows.
 enum class Asks { kNothing, kNext, kBeside };
 template <class K, int kRows, int kVectors, Asks kAsks>
@@ -162,11 +173,7 @@ void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64
     for (int r = 0; r < kRows; r++) {
       const typename K::Unit w = weight[r * kFewUnits<K> + n / kStep];
 #pragma GCC unroll 8
-      for (int i = 0; i < kVectors; i++)
-        if constexpr (K::kPairs)
-          sum[r][i] = K::Dot::add_products(sum[r][i], v[i], K::Dot::set(w));
-        else
-          sum[r][i] = X::fma(v[i], X::set(w), sum[r][i]);
+      for (int i = 0; i < kVectors; i++) sum[r][i] = add_weighted<K>(sum[r][i], v[i], w);
     }
   };
   int64_t n = 0;
@@ -230,30 +237,28 @@ void few_seen_values(const typename K::S* value, int64_t stride, uint64_t bits, 
   if constexpr (!K::kApart) {
     few_selected<K>(value, stride, bits, width, s, out);
   } else {
+    constexpr int kStep = K::Dot::kStep;
     typename K::Unit room[kFewUnits<K>];
-    const typename K::Unit* const weights =
-        few_weights<K, 1>(s, bits ? 64 - __builtin_clzll(bits) : 0, room);
-    for (uint64_t left = bits; left; left &= left - 1) {
-      const int64_t n = __builtin_ctzll(left), unit = n / K::Dot::kStep;
-      const typename K::S* const row = value + n * stride;
-      const bool even = n % 2 == 0, both = K::kPairs && even && left >> n & 2;
-      if (both) left &= left - 1;
+    const int64_t keys = bits ? 64 - __builtin_clzll(bits) : 0;  // beyond, s may hold anything
+    const typename K::Unit* const weights = few_weights<K, 1>(s, keys, room);
+    for (int64_t n = 0; n < kTile; n += kStep) {
+      const uint64_t seen = bits >> n & first_bits(kStep);
+      if (!seen) continue;
       for (int64_t d = 0; d < width; d += 2 * K::kLanes) {
         typename X::V v[2];
         if constexpr (K::kPairs) {
-          const auto x = K::Dot::load_row(row + d, width - d);
-          const auto y = both ? K::Dot::load_row(row + stride + d, width - d) : X::zero();
-          for (int i = 0; i < 2; i++)
-            v[i] = K::Dot::pair_columns_of(even ? x : X::zero(), even ? y : x, i);
+          const auto row = [&](int64_t k) {
+            return seen >> k & 1 ? K::Dot::load_row(value + (n + k) * stride + d, width - d)
+                                 : X::zero();
+          };
+          const typename X::V x = row(0), y = row(1);
+          for (int i = 0; i < 2; i++) v[i] = K::Dot::pair_columns_of(x, y, i);
         } else {
-          load_values<K>(row + d, width - d, v);
+          load_values<K>(value + n * stride + d, width - d, v);
         }
         for (int i = 0; i < 2; i++) {
           typename K::T* const to = out + d + i * K::kLanes;
-          if constexpr (K::kPairs)
-            X::store(to, K::Dot::add_products(X::load(to), v[i], K::Dot::set(weights[unit])));
-          else
-            X::store(to, X::fma(v[i], X::set(weights[unit]), X::load(to)));
+          X::store(to, add_weighted<K>(X::load(to), v[i], weights[n / kStep]));
         }
       }
     }

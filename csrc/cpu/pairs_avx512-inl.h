@@ -37,11 +37,7 @@ struct PairUnits {
   }
   // Those columns back in their order.
   static void join(__m512 (&v)[2]) {
-    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    const __m512i x = _mm512_castps_si512(v[0]), y = _mm512_castps_si512(v[1]);
-    v[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi32(x, low, y));
-    v[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi32(x, high, y));
+    F32x16::place(v, _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
   }
   // (from[r][c], from[r + 1][c]) for 16 columns; zero past the last row and column.
   static __m512i pair_at(const BFloat16* from, int64_t stride, int64_t r, int64_t rows,

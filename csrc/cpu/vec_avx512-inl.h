@@ -161,13 +161,16 @@ struct F32x16 {
     return _mm512_castsi512_ps(part == 0 ? _mm512_slli_epi32(x, 16)
                                          : _mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)));
   }
-  // Back to their order.
-  static void join(V (&v)[2]) {
-    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  // Lanes of both in another order: the first by the numbers of `low`, the second by eight more.
+  static void place(V (&v)[2], __m512i low) {
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    const __m512i even = _mm512_castps_si512(v[0]), odd = _mm512_castps_si512(v[1]);
-    v[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi32(even, low, odd));
-    v[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi32(even, high, odd));
+    const __m512i x = _mm512_castps_si512(v[0]), y = _mm512_castps_si512(v[1]);
+    v[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi32(x, low, y));
+    v[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi32(x, high, y));
+  }
+  // Even and odd places back to their order.
+  static void join(V (&v)[2]) {
+    place(v, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
   }
   static V load(const Float16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
   static V load(const Float16* p, int64_t n) {
