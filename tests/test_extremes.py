@@ -3,6 +3,7 @@
 import numpy
 import pytest
 import torch
+from cases import DTYPES
 
 import mha_ext
 from mha_ext import reference
@@ -57,6 +58,22 @@ def test_scores_that_are_alike_far_from_zero(dtype: torch.dtype, queries: int) -
             (grad_value,) = torch.autograd.grad(out.float().sum(), value)
             share = torch.full_like(grad_value, queries / 70)
             torch.testing.assert_close(grad_value, share, rtol=8 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("keys", [7, 64, 65, 101])
+@pytest.mark.parametrize("queries", [1, 4, 12, 70])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_infinite_value_that_is_seen(dtype: torch.dtype, queries: int, keys: int) -> None:
+    """It makes its own column infinite and no other, the last of an odd number of keys as well."""
+    rng = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 2, n, 40, generator=rng).to(dtype) for n in (queries, keys, keys)
+    )
+    value[:, :, -1, 3] = torch.inf
+    out = mha_ext.attention(query, key, value)
+    columns = torch.arange(40) == 3
+    assert out[..., columns].isposinf().all() and out[..., ~columns].isfinite().all()
 
 
 @pytest.mark.isa
