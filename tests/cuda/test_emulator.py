@@ -122,8 +122,8 @@ BACKWARD_MUTATIONS = {
     ),
     "a dropped pair": (
         "half.cuh",
-        "kept_half_word(a, b, h, q0 + r, k0)",
-        "kept_half_word(a, b, h, q0 + r, k0 + 8)",
+        "kept_half_word<Word>(a, b, h, q0 + r, k0)",
+        "kept_half_word<Word>(a, b, h, q0 + r, k0 + 8)",
         "wrong",
     ),
     "queries that see a key": (

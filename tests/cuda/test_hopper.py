@@ -274,8 +274,8 @@ DROPOUT_MUTATIONS = {
     ),
     "head of a group": (
         FILE,
-        "kept_words_across<typename F::Part>(a, at.b, at.h,",
-        "kept_words_across<typename F::Part>(a, at.b, 0,",
+        "kept_words_across<typename F::Part, FastWord>(a, at.b, at.h,",
+        "kept_words_across<typename F::Part, FastWord>(a, at.b, 0,",
         "wrong numbers in grad_key|wrong numbers in grad_value",
     ),
     "words of the four lanes": (
@@ -288,8 +288,8 @@ DROPOUT_MUTATIONS = {
     "half of a fragment": ("half.cuh", "+ e / 2 * 8)", "+ (1 - e / 2) * 8)", "wrong numbers in grad_key"),
     "half of a word": (
         "pairs.cuh",
-        "float_of(word >> 16 | kUnit)",
-        "float_of((word & 0xffff) | kUnit)",
+        "float_of(word.bits >> 16 | kUnit)",
+        "float_of((word.bits & 0xffff) | kUnit)",
         "wrong",
     ),
     "threshold": ("pairs.cuh", "a.dropout.threshold) - 1;", "a.dropout.threshold) + 999;", "wrong"),

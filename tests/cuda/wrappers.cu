@@ -131,6 +131,8 @@ __global__ void wrappers_kernel(int which, const uint32_t* in, uint32_t* out) {
       out[10] = bits_of(x);
       *(float*)(out + 11) = float_of(in[1]);
       out[12] = upper_halves(in[2], in[0]);
+      out[13] = multiply_high(in[2], in[0]);
+      *(float*)(out + 14) = saturate(y);
       prefetch(in);
       break;
     }
