@@ -454,6 +454,31 @@ def test_a_hidden_pair_changes_no_other_row(dtype: torch.dtype, rise: float) -> 
         )
 
 
+@pytest.mark.parametrize("queries", size((17, 24, 33, 40, 56), emulated=(24, 33)))
+@dtypes
+def test_queries_that_do_not_fill_a_vector(dtype: torch.dtype, queries: int) -> None:
+    """The last queries may take a part of the lanes that others need: the same bits as among 64."""
+    inputs = make(
+        Problem(
+            dtype=dtype,
+            heads=3,
+            queries=64,
+            keys=100,
+            head_dim=150,
+            value_dim=70,
+            mask="b1qk",
+            bias="bhqk",
+            dropout_p=0.2,
+        )
+    )
+    names = ("query", "mask", "bias", "grad_out")
+    first = {name: getattr(inputs, name)[:, :, :queries].contiguous() for name in names}
+    found = ours(inputs.replaced(**first, grad_lse=inputs.grad_lse[:, :, :queries].contiguous()))
+    wanted = ours(inputs)
+    for name in ("out", "lse", "grad_query", "grad_bias"):
+        assert torch.equal(found[name], wanted[name][:, :, :queries]), name
+
+
 @pytest.mark.parametrize("poison", [0.0, NAN])
 @pytest.mark.parametrize("heads", [2, 11])
 @pytest.mark.parametrize("group", [1, 2])

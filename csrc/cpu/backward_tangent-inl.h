@@ -144,10 +144,10 @@ Visibility gradient_tangent_tile(const Attention& a, const AttentionGrad& g,
     scores_tangent<K>(a, t, b, h, q0, rows, k0, keys, w.query, w.query_tangent, from.key,
                       from.key_tangent, w.pt, w.extra);
   if (with_ds && with_scores)
-    score_product<K>(from.value, keys, a.value_dim, w.grad_out, vectors, w.ds);
+    score_product<K>(from.value, keys, a.value_dim, w.grad_out, rows, w.ds);
   if (with_products)
     two_score_products<K>(t.grad_out.data, from.value, w.grad_out_tangent, t.value.data,
-                          from.value_tangent, w.grad_out, keys, a.value_dim, vectors, w.dst);
+                          from.value_tangent, w.grad_out, keys, a.value_dim, rows, w.dst);
 
   const bool partial = visible == Visibility::kPartial, dropout = a.dropout.seed != nullptr;
   if (dropout) dropout_tile<K>(a, b, h, q0, rows, k0, keys, w.keep);

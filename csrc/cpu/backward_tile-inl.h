@@ -140,7 +140,8 @@ void add_query_gradient(const Attention& a, const AttentionGrad& g, const TilePl
                        key_columns.t_stride};
     update_product<K, Contiguous::kAlongM>(
         tile.query_update, from, a.head_dim, units_of<K>(seen.end - seen.begin),
-        ds + unit * kRow + lane, kRow, count * K::kLanes, tile.grad_query + lane, kRow, w.ahead);
+        ds + unit * kRow + lane, kRow, taken_lanes<K>(min_of(count * K::kLanes, tile.rows - lane)),
+        tile.grad_query + lane, kRow, w.ahead);
   });
 }
 

@@ -138,7 +138,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
           add_values_by_rows<K>(a, from, q, keys, bands, dirty, w);
         }
       } else {
-        add_values<K>(a, value, value_columns, q.vectors, keys, bands, dirty, q.started, paired, w,
+        add_values<K>(a, value, value_columns, q.rows, keys, bands, dirty, q.started, paired, w,
                       q.out);
       }
       q.started = true;

@@ -105,12 +105,12 @@ void select_tile(const uint64_t* bits, int64_t keys, int64_t vectors, typename K
 // out[d][64 r] += P V for the P in w.s (or w.pairs, where it is), or out = P V where the block has
 // not started. Dirty: V is not finite, and the tile is partial.
 template <class K>
-void add_values(const Attention& a, const typename K::S* value, Operand columns, int64_t vectors,
+void add_values(const Attention& a, const typename K::S* value, Operand columns, int64_t rows,
                 int64_t keys, const Range* bands, bool dirty, bool started, bool paired,
                 ForwardScratch<K>& w, typename K::T* out) {
   using X = typename K::X;
   using Dot = typename K::Dot;
-  const int64_t width = a.value_dim;
+  const int64_t width = a.value_dim, vectors = vectors_of<K>(rows);
   if (dirty) {
     clean_copy<K>(value, a.value.row, keys, width, w.clean);
     columns = columns_operand<K>(w.clean, width, keys, width, w.value);
@@ -118,14 +118,15 @@ void add_values(const Attention& a, const typename K::S* value, Operand columns,
   const typename K::Unit* p = paired ? w.pairs : tile_vectors<K>(w.s, keys, vectors, w.pairs);
   for_bands<K>(bands, keys, vectors, [&](Range seen, int64_t first, int64_t count) {
     const int64_t unit = seen.begin / Dot::kStep, lane = first * K::kLanes;
+    const int64_t lanes = taken_lanes<K>(min_of(count * K::kLanes, rows - lane));
     const Operand from{columns.data + unit * columns.t_stride, columns.m_stride, columns.t_stride};
     const int64_t units = units_of<K>(seen.end - seen.begin);
     if (started)
-      product<X, Dot, Contiguous::kAlongM, Update::kAddSum>(
-          from, width, units, p + unit * kRow + lane, kRow, count, out + lane, kRow, &w.ahead);
+      product_columns<X, Dot, Contiguous::kAlongM, Update::kAddSum>(
+          from, width, units, p + unit * kRow + lane, kRow, lanes, out + lane, kRow, &w.ahead);
     else
-      product<X, Dot, Contiguous::kAlongM, Update::kStore>(
-          from, width, units, p + unit * kRow + lane, kRow, count, out + lane, kRow, &w.ahead);
+      product_columns<X, Dot, Contiguous::kAlongM, Update::kStore>(
+          from, width, units, p + unit * kRow + lane, kRow, lanes, out + lane, kRow, &w.ahead);
   });
   if (dirty) {
     add_nonfinite_lanes<K>(w.s, w.bits, value, a.value.row, keys, width, out);
@@ -233,7 +234,7 @@ void finish_block(const Attention& a, int64_t b, int64_t h, QueryBlock<K>& q,
       const typename K::S* value = row_of<K>(a.value, b, kv_head(a, h), k0);
       uniform_tile<K>(a, b, h, q.q0, q.rows, k0, keys, empty, w.keep, w.s);
       const Operand columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value);
-      add_values<K>(a, value, columns, q.vectors, keys, nullptr, false, k0 > 0, false, w, w.extra);
+      add_values<K>(a, value, columns, q.rows, keys, nullptr, false, k0 > 0, false, w, w.extra);
     }
     for (uint64_t left = empty; left; left &= left - 1) {
       const int64_t r = __builtin_ctzll(left);

@@ -257,7 +257,7 @@ Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, 
   if (g.grad_weights.data)
     load_pairs<K, typename K::S>(g.grad_weights, b, h, q0, rows, k0, keys, w.ds);
   else
-    score_product_bands<K>(w.bands, value_rows, keys, a.value_dim, w.grad_out, vectors, w.ds,
+    score_product_bands<K>(w.bands, value_rows, keys, a.value_dim, w.grad_out, rows, w.ds,
                            &w.ahead);
   const bool partial = visible == Visibility::kPartial, dropout = a.dropout.seed != nullptr;
   if (dropout) dropout_tile<K>(a, b, h, q0, rows, k0, keys, w.keep);

@@ -73,6 +73,11 @@ class Ahead {
 // Whether half a vector is less work than a whole one.
 template <class X>
 constexpr bool has_half = X::Half::kLanes < X::kLanes;
+// Whether so many lanes leave so few for their last vector that half of one is enough.
+template <class X>
+bool ends_in_half(int64_t lanes) {
+  return has_half<X> && lanes % X::kLanes > 0 && lanes % X::kLanes <= X::Half::kLanes;
+}
 
 template <class X>
 struct Multiply {
@@ -270,17 +275,19 @@ void product(const Operand& a, int64_t rows, int64_t count, const typename Dot::
 // The same for `columns` lanes, of vectors or of halves.
 template <class X, class Dot, Contiguous kA, Update kC>
 void product_columns(const Operand& a, int64_t rows, int64_t count, const typename Dot::Unit* x,
-                     int64_t ldx, int64_t columns, typename X::T* c, int64_t ldc, Ahead* ahead) {
+                     int64_t ldx, int64_t columns, typename X::T* c, int64_t ldc,
+                     Ahead* ahead = nullptr, typename X::T factor = 1,
+                     typename X::T* top = nullptr) {
   if constexpr (has_half<X> && Dot::kRowBlock == 1) {
-    const int64_t whole = columns / X::kLanes, at = whole * X::kLanes, left = columns - at;
-    if (left > 0 && left <= X::Half::kLanes) {
-      product_vectors<X, Dot, kA, kC>(a, rows, count, x, ldx, whole, c, ldc, ahead, 1, nullptr);
+    if (ends_in_half<X>(columns)) {
+      const int64_t whole = columns / X::kLanes, at = whole * X::kLanes;
+      product_vectors<X, Dot, kA, kC>(a, rows, count, x, ldx, whole, c, ldc, ahead, factor, top);
       return panel<typename X::Half, typename Dot::Half, 1, kA, kC>(
-          a, rows, count, x + at, ldx, c + at, ldc, nullptr, 1, nullptr);
+          a, rows, count, x + at, ldx, c + at, ldc, nullptr, factor, top ? top + at : nullptr);
     }
   }
   product<X, Dot, kA, kC>(a, rows, count, x, ldx, (columns + X::kLanes - 1) / X::kLanes, c, ldc,
-                          ahead);
+                          ahead, factor, top);
 }
 
 // `count` rounds of independent multiply-adds on registers only: the ceiling of this instruction.

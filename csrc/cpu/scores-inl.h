@@ -24,31 +24,45 @@ void pack_query(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t ro
                             (typename K::T)a.scale);
 }
 
-// tile[key][64 queries] = sum_d rows[key][d] lanes[d][query], kScaled: times factor. A long sum is
-// cut in pieces of kScorePiece that are added at the end: rounding errors grow with the length of a
-// chain. `top`, where it is set (one piece, unscaled), rises to the largest of each lane.
+// The lanes that so many queries take of a product: whole vectors, or half of one in the end where
+// that is half the work.
+template <class K>
+int64_t taken_lanes(int64_t queries) {
+  if constexpr (requires { K::X::kHalfQueries; })
+    if (K::X::kHalfQueries && K::Dot::kRowBlock == 1 && ends_in_half<typename K::X>(queries))
+      return round_up(queries, K::X::Half::kLanes);
+  return padded<K>(queries);
+}
+
+// tile[key][64 queries] = sum_d rows[key][d] lanes[d][query], kScaled: times factor; up to whole
+// vectors, beyond the queries it is zero. A long sum is cut in pieces of kScorePiece that are added
+// at the end: rounding errors grow with the length of a chain. `top`, where it is set (one piece,
+// unscaled), rises to the largest of each lane.
 constexpr int64_t kScorePiece = 128;
 template <class K, bool kScaled = false>
 void score_product(const Operand& rows, int64_t keys, int64_t columns,
-                   const typename K::Unit* lanes, int64_t vectors, typename K::T* tile,
+                   const typename K::Unit* lanes, int64_t queries, typename K::T* tile,
                    Ahead* ahead = nullptr, typename K::T factor = 1, typename K::T* top = nullptr) {
   constexpr Update kFirst = kScaled ? Update::kStoreScaled : Update::kStore;
   constexpr Update kRest = kScaled ? Update::kAddScaled : Update::kAddSum;
   using X = typename K::X;
   using Dot = typename K::Dot;
   constexpr int64_t kPiece = kScorePiece / Dot::kStep;
-  const int64_t units = units_of<K>(columns);
+  const int64_t units = units_of<K>(columns), taken = taken_lanes<K>(queries);
+  if constexpr (has_half<X>)
+    for (int64_t n = 0; taken < padded<K>(queries) && n < keys; n++)
+      X::Half::store(tile + n * kRow + taken, X::Half::zero());
   if constexpr (!K::kPairs)
     if (top)
-      return product<X, Dot, Contiguous::kAlongT, Update::kStoreTop>(
-          rows, keys, units, lanes, kRow, vectors, tile, kRow, ahead, factor, top);
-  product<X, Dot, Contiguous::kAlongT, kFirst>(rows, keys, min_of(units, kPiece), lanes, kRow,
-                                               vectors, tile, kRow, ahead, factor);
+      return product_columns<X, Dot, Contiguous::kAlongT, Update::kStoreTop>(
+          rows, keys, units, lanes, kRow, taken, tile, kRow, ahead, factor, top);
+  product_columns<X, Dot, Contiguous::kAlongT, kFirst>(rows, keys, min_of(units, kPiece), lanes,
+                                                       kRow, taken, tile, kRow, ahead, factor);
   for (int64_t t = kPiece; t < units; t += kPiece) {
     const Operand piece{rows.data + t * rows.t_stride, rows.m_stride, rows.t_stride};
-    product<X, Dot, Contiguous::kAlongT, kRest>(piece, keys, min_of(units - t, kPiece),
-                                                lanes + t * kRow, kRow, vectors, tile, kRow, ahead,
-                                                factor);
+    product_columns<X, Dot, Contiguous::kAlongT, kRest>(piece, keys, min_of(units - t, kPiece),
+                                                        lanes + t * kRow, kRow, taken, tile, kRow,
+                                                        ahead, factor);
   }
 }
 
@@ -296,13 +310,15 @@ void few_scores_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64
 // score_product of each band; what no band needs is left as it is.
 template <class K, bool kScaled = false>
 void score_product_bands(const Range* bands, const Operand& rows, int64_t keys, int64_t columns,
-                         const typename K::Unit* lanes, int64_t vectors, typename K::T* tile,
+                         const typename K::Unit* lanes, int64_t queries, typename K::T* tile,
                          Ahead* ahead = nullptr, typename K::T factor = 1,
                          typename K::T* top = nullptr) {
+  const int64_t vectors = vectors_of<K>(queries);
   for_bands<K>(bands, keys, vectors, [&](Range seen, int64_t first, int64_t count) {
     const Operand from{rows.data + seen.begin * rows.m_stride, rows.m_stride, rows.t_stride};
     const int64_t lane = first * K::kLanes;
-    score_product<K, kScaled>(from, seen.end - seen.begin, columns, lanes + lane, count,
+    score_product<K, kScaled>(from, seen.end - seen.begin, columns, lanes + lane,
+                              min_of(count * K::kLanes, queries - lane),
                               tile + seen.begin * kRow + lane, ahead, factor, top);
   });
 }
@@ -365,8 +381,8 @@ Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
   } else {
     constexpr bool kScaled = K::kPairs && K::Dot::kRowBlock == 1;
     const typename K::T scale = (typename K::T)a.scale;
-    score_product_bands<K, kScaled>(bands, key_rows, keys, a.head_dim, query_lanes, vectors, s,
-                                    ahead, scale, top);
+    score_product_bands<K, kScaled>(bands, key_rows, keys, a.head_dim, query_lanes, rows, s, ahead,
+                                    scale, top);
     if constexpr (K::kPairs && !kScaled) scale_tile<K>(scale, keys, vectors, s);
   }
   if (!a.bias.data) return visible;

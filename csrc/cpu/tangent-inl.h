@@ -12,13 +12,14 @@ inline bool moves_scores(const AttentionTangent& t) {
 // tile += what score_product stores.
 template <class K>
 void add_score_product(const Operand& rows, int64_t keys, int64_t columns,
-                       const typename K::Unit* lanes, int64_t vectors, typename K::T* tile) {
+                       const typename K::Unit* lanes, int64_t queries, typename K::T* tile) {
   constexpr int64_t kPiece = 128 / K::Dot::kStep;
   const int64_t units = units_of<K>(columns);
   for (int64_t i = 0; i < units; i += kPiece) {
     const Operand piece{rows.data + i * rows.t_stride, rows.m_stride, rows.t_stride};
-    product<typename K::X, typename K::Dot, Contiguous::kAlongT, Update::kAddSum>(
-        piece, keys, min_of(units - i, kPiece), lanes + i * kRow, kRow, vectors, tile, kRow);
+    product_columns<typename K::X, typename K::Dot, Contiguous::kAlongT, Update::kAddSum>(
+        piece, keys, min_of(units - i, kPiece), lanes + i * kRow, kRow, taken_lanes<K>(queries),
+        tile, kRow);
   }
 }
 
@@ -27,13 +28,13 @@ template <class K>
 void two_score_products(bool first, const Operand& first_rows, const typename K::Unit* first_lanes,
                         bool second, const Operand& second_rows,
                         const typename K::Unit* second_lanes, int64_t keys, int64_t columns,
-                        int64_t vectors, typename K::T* tile) {
-  if (first) score_product<K>(first_rows, keys, columns, first_lanes, vectors, tile);
+                        int64_t queries, typename K::T* tile) {
+  if (first) score_product<K>(first_rows, keys, columns, first_lanes, queries, tile);
   if (!second) return;
   if (first)
-    add_score_product<K>(second_rows, keys, columns, second_lanes, vectors, tile);
+    add_score_product<K>(second_rows, keys, columns, second_lanes, queries, tile);
   else
-    score_product<K>(second_rows, keys, columns, second_lanes, vectors, tile);
+    score_product<K>(second_rows, keys, columns, second_lanes, queries, tile);
 }
 
 // S'[key][64 queries]; hidden pairs hold anything.
@@ -45,7 +46,7 @@ void scores_tangent(const Attention& a, const AttentionTangent& t, int64_t b, in
   using X = typename K::X;
   const int64_t vectors = vectors_of<K>(rows);
   two_score_products<K>(t.query.data, key_rows, query_tangent, t.key.data, key_tangent_rows, query,
-                        keys, a.head_dim, vectors, s);
+                        keys, a.head_dim, rows, s);
   const bool products = t.query.data || t.key.data;
   if (K::kPairs && products) scale_tile<K>((typename K::T)a.scale, keys, vectors, s);
   if (!t.bias.data) return;

@@ -7,6 +7,7 @@ namespace {
 
 struct F32x16Intel : F32x16 {
   static constexpr int64_t kInPlaceBlocks = 4;
+  static constexpr bool kHalfQueries = false;
   static constexpr int64_t kLongestAsked = 2048;
   static constexpr int64_t kAskedBeside = 8;
   static constexpr Exponential kExponential = Exponential::kScale;
@@ -19,6 +20,7 @@ struct F32x16Intel : F32x16 {
 
 struct F64x8Intel : F64x8 {
   static constexpr int64_t kInPlaceBlocks = F32x16Intel::kInPlaceBlocks;
+  static constexpr bool kHalfQueries = F32x16Intel::kHalfQueries;
   static constexpr int64_t kLongestAsked = F32x16Intel::kLongestAsked;
   static constexpr int64_t kAskedBeside = F32x16Intel::kAskedBeside;
   // 2^(k / 16), k modulo 16, for the k in the low bits of u; a 2^floor(n), or 0 where x < least.
