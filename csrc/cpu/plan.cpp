@@ -6,10 +6,12 @@ namespace mha_ext::cpu {
 namespace {
 
 // Blocks of queries done together share what they read and pack of K and V; no more of them than
-// leaves every thread a few tasks. A row's result does not depend on that.
+// leaves every thread so many tasks that none waits long for the last one: threads begin late, and
+// neighbours slow some of them. A row's result does not depend on that.
 int64_t blocks_together(const Attention& a, int64_t groups, int64_t most) {
+  constexpr int64_t kTasksOfAThread = 8;
   const int64_t blocks = groups * a.batch * a.heads * query_blocks(a);
-  return std::clamp<int64_t>(blocks / (4 * at::get_num_threads()), 1, most);
+  return std::clamp<int64_t>(blocks / (kTasksOfAThread * at::get_num_threads()), 1, most);
 }
 
 double product_flops(const Attention& a, int64_t groups, int64_t widths) {
