@@ -141,6 +141,14 @@ def test_tasks_follow_the_threads() -> None:
     assert (found.backward.tasks, found.backward.threads) == (1, 1)
 
 
+@pytest.mark.parametrize(("threads", "tasks"), [(1, 8), (2, 16), (4, 32), (16, 64)])
+def test_forward_leaves_every_thread_eight_tasks(threads: int, tasks: int) -> None:
+    """Blocks of 64 queries, of which there are 64 here, go together as far as that allows."""
+    torch.set_num_threads(threads)
+    found = explain(*tensors(512, 512, batch=1, heads=8, kv_heads=8)).forward
+    assert (found.tasks, found.threads) == (tasks, threads)
+
+
 @pytest.mark.parametrize(
     "shape, says",
     [

@@ -219,7 +219,7 @@ void add_over_queries(const typename K::T* tile, const PackedRows<K>& side, int6
   }
   product_columns<typename K::X, typename K::Dot, Contiguous::kAlongT, Update::kAddSum>(
       tile_operand<K>(tile, keys, rows, w.pair_rows), keys, units_of<K>(rows), packed, ld,
-      side.width, to, ld, nullptr);
+      side.width, to, ld);
   if (dirty)
     add_nonfinite_rows<K>(tile, w.bits, side.from, side.stride, rows, keys, side.width, to, ld);
 }
@@ -229,15 +229,14 @@ template <class K>
 void add_over_keys(const typename K::T* tile, const typename K::S* from, int64_t stride,
                    int64_t width, Operand columns, int64_t rows, int64_t keys, bool partial,
                    BackwardTangentScratch<K>& w) {
-  const int64_t vectors = vectors_of<K>(rows);
   const bool dirty = partial && !all_finite<K>(from, stride, keys, width);
   if (dirty) {
     clean_copy<K>(from, stride, keys, width, w.clean);
     columns = columns_operand<K>(w.clean, width, keys, width, w.clean_keys);
   }
-  product<typename K::X, typename K::Dot, Contiguous::kAlongM, Update::kAddSum>(
-      columns, width, units_of<K>(keys), tile_vectors<K>(tile, keys, vectors, w.pairs), kRow,
-      vectors, w.grad_query, kRow);
+  product_columns<typename K::X, typename K::Dot, Contiguous::kAlongM, Update::kAddSum>(
+      columns, width, units_of<K>(keys), tile_vectors<K>(tile, keys, vectors_of<K>(rows), w.pairs),
+      kRow, taken_lanes<K>(rows), w.grad_query, kRow);
   if (dirty) add_nonfinite_lanes<K>(tile, w.bits, from, stride, keys, width, w.grad_query);
 }
 

@@ -131,9 +131,8 @@ const typename K::Unit* few_weights(const typename K::T* s, int64_t keys,
 
 // sum += what a weight, of one key or of two, adds.
 template <class K>
-[[gnu::always_inline]] inline typename K::X::V add_weighted(typename K::X::V sum,
-                                                            typename K::X::V v,
-                                                            typename K::Unit weight) {
+[[gnu::always_inline]] inline typename K::X::V add_weight(typename K::X::V sum, typename K::X::V v,
+                                                          typename K::Unit weight) {
   if constexpr (K::kPairs)
     return K::Dot::add_products(sum, v, K::Dot::set(weight));
   else
@@ -173,7 +172,7 @@ void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64
     for (int r = 0; r < kRows; r++) {
       const typename K::Unit w = weight[r * kFewUnits<K> + n / kStep];
 #pragma GCC unroll 8
-      for (int i = 0; i < kVectors; i++) sum[r][i] = add_weighted<K>(sum[r][i], v[i], w);
+      for (int i = 0; i < kVectors; i++) sum[r][i] = add_weight<K>(sum[r][i], v[i], w);
     }
   };
   int64_t n = 0;
@@ -258,7 +257,7 @@ void few_seen_values(const typename K::S* value, int64_t stride, uint64_t bits, 
         }
         for (int i = 0; i < 2; i++) {
           typename K::T* const to = out + d + i * K::kLanes;
-          X::store(to, add_weighted<K>(X::load(to), v[i], weights[n / kStep]));
+          X::store(to, add_weight<K>(X::load(to), v[i], weights[n / kStep]));
         }
       }
     }

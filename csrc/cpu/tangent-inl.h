@@ -171,8 +171,8 @@ struct ValueRows {
 // not finite takes a clean copy.
 template <class K>
 void add_weighted(const Attention& a, const ValueRows<K>& value, const typename K::T* tile,
-                  int64_t vectors, int64_t keys, bool partial, bool first,
-                  ForwardTangentScratch<K>& w, typename K::T* out) {
+                  int64_t rows, int64_t keys, bool partial, bool first, ForwardTangentScratch<K>& w,
+                  typename K::T* out) {
   using X = typename K::X;
   using Dot = typename K::Dot;
   const int64_t width = a.value_dim, units = units_of<K>(keys);
@@ -182,13 +182,14 @@ void add_weighted(const Attention& a, const ValueRows<K>& value, const typename 
     clean_copy<K>(value.from, value.stride, keys, width, w.clean);
     columns = columns_operand<K>(w.clean, width, keys, width, w.clean_value);
   }
-  const typename K::Unit* p = tile_vectors<K>(tile, keys, vectors, w.pairs);
+  const typename K::Unit* p = tile_vectors<K>(tile, keys, vectors_of<K>(rows), w.pairs);
+  const int64_t lanes = taken_lanes<K>(rows);
   if (first)
-    product<X, Dot, Contiguous::kAlongM, Update::kStore>(columns, width, units, p, kRow, vectors,
-                                                         out, kRow);
+    product_columns<X, Dot, Contiguous::kAlongM, Update::kStore>(columns, width, units, p, kRow,
+                                                                 lanes, out, kRow);
   else
-    product<X, Dot, Contiguous::kAlongM, Update::kAddSum>(columns, width, units, p, kRow, vectors,
-                                                          out, kRow);
+    product_columns<X, Dot, Contiguous::kAlongM, Update::kAddSum>(columns, width, units, p, kRow,
+                                                                  lanes, out, kRow);
   if (dirty) add_nonfinite_lanes<K>(tile, w.bits, value.from, value.stride, keys, width, out);
 }
 
@@ -216,7 +217,7 @@ void finish_tangent(const Attention& a, const AttentionTangent& t, int64_t b, in
       const ValueRows<K> value{
           from, t.value.row,
           columns_operand<K>(from, t.value.row, keys, a.value_dim, w.value_tangent)};
-      add_weighted<K>(a, value, w.s, q.vectors, keys, false, k0 == 0, w, w.extra);
+      add_weighted<K>(a, value, w.s, q.rows, keys, false, k0 == 0, w, w.extra);
     }
     for (int64_t d = 0; d < a.value_dim; d++)
       for (int64_t i = 0; i < q.vectors; i++) {
@@ -303,11 +304,10 @@ void forward_tangent(const Attention& a, const AttentionTangent& t, int64_t b, i
       const bool partial = visible == Visibility::kPartial;
       tangent_tile<K>(keys, partial, w.bits, a.dropout.seed ? w.keep : nullptr, with_scores, w.s,
                       w.st, q);
-      if (with_scores)
-        add_weighted<K>(a, value, w.st, q.vectors, keys, partial, !q.started, w, q.out);
+      if (with_scores) add_weighted<K>(a, value, w.st, q.rows, keys, partial, !q.started, w, q.out);
       if (t.value.data)
-        add_weighted<K>(a, value_tangent, w.s, q.vectors, keys, partial, !q.started && !with_scores,
-                        w, q.out);
+        add_weighted<K>(a, value_tangent, w.s, q.rows, keys, partial, !q.started && !with_scores, w,
+                        q.out);
       q.started = true;
     }
   }
