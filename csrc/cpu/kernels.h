@@ -122,8 +122,7 @@ HOST_DEVICE bool bias_is_dense(const Attention& a, const Pairs& grad_bias) {
 
 // And whether no tile of it is passed over.
 HOST_DEVICE bool writes_whole_bias(const Attention& a, const Pairs& grad_bias) {
-  return bias_is_dense(a, grad_bias) && !a.mask.data && !a.key_lengths && !a.band.left_bounded &&
-         !a.band.right_bounded;
+  return bias_is_dense(a, grad_bias) && !a.mask.data && hides_nothing(a);
 }
 
 // How the backward of first order adds dS to the gradient of a bias that broadcasts over the batch

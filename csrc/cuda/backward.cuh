@@ -31,26 +31,73 @@ DEVICE const S* row_of(const Rows& rows, int64_t b, int64_t h, int64_t i) {
   return (const S*)rows.data + b * rows.batch + h * rows.head + i * rows.row;
 }
 
-// delta = rowsum(dO o O) - dL; one warp a row.
+// A row of queries for eight lanes of a warp, each of which has every eighth piece of 16 bytes,
+// wherever the row begins: so its sums have one order.
+constexpr int kRowLanes = 8;
+struct LaneRow {
+  int64_t b, h, i, at;
+  bool exists;
+  int lane;
+};
+DEVICE LaneRow lane_row(const Attention& a) {
+  const int64_t row = grid_row();
+  const int64_t i =
+      (int64_t)blockIdx.x * (kRowThreads / kRowLanes) + (uint32_t)thread_id() / kRowLanes;
+  const uint32_t heads = (uint32_t)a.heads;
+  return {(uint32_t)row / heads, (uint32_t)row % heads, i,
+          row * a.queries + i,   i < a.queries,         (int)((uint32_t)lane_id() % kRowLanes)};
+}
+inline Grid lane_rows(const Attention& a) {
+  return {ceil_div(a.queries, kRowThreads / kRowLanes), a.batch * a.heads};
+}
+// The product of the row in two tensors, in all of its lanes; all lanes of the warp come here.
+template <class S>
+DEVICE typename Softmax<S>::T product_of_rows(const Attention& a, const LaneRow& of,
+                                              const Rows& left, const Rows& right) {
+  constexpr int kPiece = 16 / sizeof(S);
+  typename Softmax<S>::T sum = 0;
+  if (of.exists) {
+    const S *from_left = row_of<S>(left, of.b, of.h, of.i),
+            *from_right = row_of<S>(right, of.b, of.h, of.i);
+    const bool aligned = (((uintptr_t)from_left | (uintptr_t)from_right) & 15) == 0;
+    for (int64_t d = of.lane * kPiece; d < a.value_dim; d += kRowLanes * kPiece) {
+      S x[kPiece], y[kPiece];
+      if (aligned && d + kPiece <= a.value_dim) {
+        const Bytes16 of_left = *(const Bytes16*)(from_left + d),
+                      of_right = *(const Bytes16*)(from_right + d);
+        __builtin_memcpy(x, &of_left, 16);
+        __builtin_memcpy(y, &of_right, 16);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kPiece; e++) {
+          x[e] = d + e < a.value_dim ? from_left[d + e] : S{};
+          y[e] = d + e < a.value_dim ? from_right[d + e] : S{};
+        }
+      }
+      typename Softmax<S>::T piece = 0;
+#pragma unroll
+      for (int e = 0; e < kPiece; e++) piece = fma(widen(x[e]), widen(y[e]), piece);
+      sum += piece;
+    }
+  }
+  for (int lanes = kRowLanes / 2; lanes > 0; lanes /= 2) sum += shuffle_xor(sum, lanes);
+  return sum;
+}
+
+// delta = rowsum(dO o O) - dL.
 template <class S>
 __global__ void LAUNCH_BOUNDS(kRowThreads, 8)
     delta_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT AttentionGrad g) {
   using T = typename Softmax<S>::T;
-  const int64_t row = grid_row();
-  const int64_t i = (int64_t)blockIdx.x * (kRowThreads / kWarp) + warp_id();
-  if (row >= a.batch * a.heads || i >= a.queries) return;
-  const int64_t b = row / a.heads, h = row % a.heads, at = row * a.queries + i;
-  const S *out = row_of<S>(a.out, b, h, i), *grad = row_of<S>(g.grad_out, b, h, i);
-  T sum = 0;
-  for (int64_t d = lane_id(); d < a.value_dim; d += kWarp)
-    sum = fma(widen(out[d]), widen(grad[d]), sum);
-  for (int lanes = 16; lanes > 0; lanes /= 2) sum += shuffle_xor(sum, lanes);
-  if (lane_id() == 0) ((T*)g.delta)[at] = g.grad_lse ? sum - ((const T*)g.grad_lse)[at] : sum;
+  if (grid_row() >= a.batch * a.heads) return;
+  const LaneRow of = lane_row(a);
+  const T sum = product_of_rows<S>(a, of, a.out, g.grad_out);
+  if (of.exists && of.lane == 0)
+    ((T*)g.delta)[of.at] = g.grad_lse ? sum - ((const T*)g.grad_lse)[of.at] : sum;
 }
 template <class S>
 const char* run_delta(const Attention& a, const AttentionGrad& g, Stream stream) {
-  const Grid grid{ceil_div(a.queries, kRowThreads / kWarp), a.batch * a.heads};
-  return launch(delta_kernel<S>, grid, kRowThreads, 0, stream, a, g);
+  return launch(delta_kernel<S>, lane_rows(a), kRowThreads, 0, stream, a, g);
 }
 
 // With empty_rows="uniform" P of such a row is 1 / Lk over all keys. add(i) for each of them of one

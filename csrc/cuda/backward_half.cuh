@@ -343,18 +343,18 @@ struct HalfBlock {
     return {at.b, at.own, at.h + (wraps ? 1 : 0), wraps ? block.any : at.tile + 1, at.stage};
   }
 };
-// own: where the rows of this warp begin in the block.
+// own: where the rows of this warp begin in the block, which is the nth of its head.
 template <class F>
-DEVICE HalfBlock half_block(const Attention& a, int64_t row, int own) {
+DEVICE HalfBlock half_block(const Attention& a, int64_t row, int64_t n, int own) {
   HalfBlock of;
-  const int64_t heads = F::kOwnsKeys ? a.kv_heads : a.heads;
-  of.b = row / heads;
-  of.head = (int)(row % heads);
-  of.group = F::kOwnsKeys ? (int)(a.heads / a.kv_heads) : 1;
+  const uint32_t heads = (uint32_t)(F::kOwnsKeys ? a.kv_heads : a.heads);
+  of.b = (uint32_t)row / heads;
+  of.head = (int)((uint32_t)row % heads);
+  of.group = F::kOwnsKeys ? (int)((uint32_t)a.heads / heads) : 1;
   of.rows = F::kOwnsKeys ? a.keys : a.queries;
   // Under a causal mask early keys and late queries have the most to do.
   const int64_t blocks = ceil_div(of.rows, F::kRows);
-  of.block0 = (F::kOwnsKeys ? blockIdx.x : blocks - 1 - blockIdx.x) * F::kRows;
+  of.block0 = (F::kOwnsKeys ? n : blocks - 1 - n) * F::kRows;
   of.own0 = of.block0 + own;
   of.block = other_tiles<F>(a, of.b, of.block0, min_of(F::kRows, of.rows - of.block0));
   of.seen = {0, 0, 0, 0};
@@ -367,7 +367,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, F::kBlocks)
     backward_half_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT AttentionGrad g) {
   const int64_t heads = F::kOwnsKeys ? a.kv_heads : a.heads;
   if (grid_row() >= a.batch * heads) return;
-  const HalfBlock of = half_block<F>(a, bias_row(a, grid_row(), heads), warp_id() * 16);
+  const HalfBlock of = half_block<F>(a, bias_row(a, grid_row(), heads), blockIdx.x, warp_id() * 16);
   const int64_t b = of.b, own0 = of.own0;
   const int count = of.count();
 

@@ -32,12 +32,13 @@ struct HopperOwn {
   uint32_t scores[F::kHeld ? F::kWidth / 16 : 1][4];
 };
 template <class F>
-DEVICE void hold(HopperOwn<F>& own) {
+DEVICE void hold(const typename F::At& turn, HopperOwn<F>& own) {
   if constexpr (F::kHeld) {
     const int row = F::warp_row() + lane_id() % 16;
 #pragma unroll
     for (int k = 0; k < F::kWidth / 16; k++)
-      load_matrices(own.scores[k], F::kOwnScores + paneled<F::kRows>(row, 2 * k + lane_id() / 16));
+      load_matrices(own.scores[k],
+                    F::own_scores(turn) + paneled<F::kRows>(row, 2 * k + lane_id() / 16));
   }
 }
 
@@ -70,8 +71,8 @@ DEVICE void start_tile(const typename F::At& turn, const HopperOwn<F>& own, Hopp
         [&](int k) -> const uint32_t (&)[4] { return own.scores[k]; }, F::score_tile(turn),
         tile.s[0]);
   else
-    start_rows_of<F>(F::kOwnScores, F::score_tile(turn), tile.s[0]);
-  start_rows_of<F>(F::kOwnValues, F::value_tile(turn), tile.dp[0]);
+    start_rows_of<F>(F::own_scores(turn), F::score_tile(turn), tile.s[0]);
+  start_rows_of<F>(F::own_values(turn), F::value_tile(turn), tile.dp[0]);
 }
 // the sums of a tile.
 template <class F>
@@ -97,6 +98,13 @@ DEVICE void leave(const typename F::At& turn) {
     F::Tiles::left_by_lane(turn);
   else
     F::Tiles::left(turn);
+}
+// The same of what the block owns.
+template <class F>
+DEVICE void leave_own(typename F::At& turn) {
+  sync_warp();  // its lanes have read what they hold of it
+  F::Own::left(turn.own);
+  turn.own.next();
 }
 // P and dS from S and dP, after which kLater groups of products were committed; with dropout Z,
 // without its factor, in place of P.
@@ -129,13 +137,27 @@ DEVICE void round_tile(HopperTile<F>& tile) {
   round_fragments<S>(tile.dp, tile.y);
 }
 
+// Of the queries that a consumer owns.
+template <class F>
+DEVICE void own_numbers(const Attention& a, const AttentionGrad& g, const HopperPlace& at, int head,
+                        HopperNumbers (&own)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    own[half] = {INFINITY, 0, INFINITY, 0, false};
+    const int64_t i = (int64_t)at.own * 16 + 8 * half + lane_id() / 4;
+    if (!F::kOwnsKeys && i < a.queries)
+      own[half] = hopper_numbers(a, g, (at.b * a.heads + head) * a.queries + i);
+  }
+}
+
 // All tiles of one consumer; whether any was only partly visible.
 template <class F>
 DEVICE bool consume_others(const Attention& a, HopperPlace at, const HopperNumbers (&own)[2],
                            typename F::At& turn, HopperSums<F>& sums) {
+  if (at.done()) return false;
   HopperOwn<F> held;
   F::Tiles::wait_full(turn);  // what is owned came with it
-  hold<F>(held);
+  hold<F>(turn, held);
   HopperTile<F> tile;
   clear_fragments(tile.s);
   clear_fragments(tile.dp);
@@ -162,6 +184,7 @@ DEVICE bool consume_others(const Attention& a, HopperPlace at, const HopperNumbe
       leave<F>(before);
       round_tile<F>(tile);
     }
+    leave_own<F>(turn);
     pin_sums<F>(tile, sums);
     start_sums<F>(turn, tile, sums);
     wait_products<0>();
@@ -182,6 +205,7 @@ DEVICE bool consume_others(const Attention& a, HopperPlace at, const HopperNumbe
       pin_sums<F>(tile, sums);
       leave<F>(turn);
     }
+    leave_own<F>(turn);
   }
   return partial;
 }
@@ -224,6 +248,7 @@ DEVICE void consume_with_care(const Attention& a, HopperPlace at, const HopperNu
     sync_warp();
     leave<F>(turn);
   }
+  leave_own<F>(turn);
 }
 
 template <int kColumns>
@@ -241,73 +266,109 @@ DEVICE void clear_sums(HopperSums<F>& sums) {
   clear_fragments(sums.values);
 }
 
+// The sums of one consumer, to memory.
 template <class F>
-__global__ void LAUNCH_BOUNDS(F::kThreads, 1)
-    backward_hopper_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT AttentionGrad g) {
-#ifdef MHA_EXT_HOPPER_CODE
+DEVICE void store_sums(const Attention& a, const AttentionGrad& g, const HopperPlace& at, int head,
+                       const HopperSums<F>& sums) {
   using S = typename F::S;
-  const int64_t row = grid_row();
-  if (row >= a.batch * (F::kOwnsKeys ? a.kv_heads : a.heads)) return;
-  // The producer has all rows of the block.
-  const bool produces = warp_id() < 4;
-  const HalfBlock of = half_block<F>(a, row, produces ? 0 : F::warp_row());
-  if (thread_id() == 0) {
-    F::Tiles::init(4 * F::kConsumers * (F::kOwnsKeys ? kWarp : 1));
-    F::Spoilt::init();
-  }
-  if (a.mask.data) mark_tiles<F>(a, of);
-  sync_block();
-  const HopperPlace at = first_place<F>(a, of);
-  typename F::At turn;
-  if (produces) {
-    give_registers<F::kProducerRegisters>();
-    if (at.done()) return;
-    produce_others<F>(a, g, at, turn);
-    if (F::Spoilt::hear()) produce_others<F>(a, g, at, turn);
-    return;
-  }
-  take_registers<F::kConsumerRegisters>();
-  HopperNumbers own[2] = {};
-  if constexpr (!F::kOwnsKeys) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int64_t i = (int64_t)at.own * 16 + 8 * half + lane_id() / 4;
-      own[half] = {INFINITY, 0, INFINITY, 0, false};
-      if (i < a.queries) own[half] = hopper_numbers(a, g, row * a.queries + i);
-    }
-  }
-  HopperSums<F> sums;
-  clear_sums<F>(sums);
-  if (!at.done()) {
-    const bool partial = consume_others<F>(a, at, own, turn, sums);
-    // What a hidden pair may have spoilt is done again: nothing else costs time where all is well.
-    const bool finite = all_finite(sums.scores) && all_finite(sums.values);
-    F::Spoilt::answer(partial && !finite);
-    if (F::Spoilt::hear()) {
-      clear_sums<F>(sums);
-      consume_with_care<F>(a, at, own, turn, sums);
-    }
-  }
-  const int64_t own0 = (int64_t)at.own * 16, rows = F::kOwnsKeys ? a.keys : a.queries;
-  const int64_t head = (uint32_t)row % (uint32_t)(F::kOwnsKeys ? a.kv_heads : a.heads);
   const float scale = (float)a.scale, kept = F::kDropout ? (float)a.dropout.keep_scale : 1;
   const auto store = [&](Rows to, int64_t columns, float factor, const auto& sum) {
     if (!to.data) return;
     const int first = 64 * F::first_panel();
     to.data = (S*)to.data + first;
     const float factors[1][2] = {{factor, factor}};
-    store_fragments<S>(to, at.b, head, own0, rows, (int)columns - first, factors, sum);
+    store_fragments<S>(to, at.b, head, (int64_t)at.own * 16, F::kOwnsKeys ? a.keys : a.queries,
+                       (int)columns - first, factors, sum);
   };
   store(F::kOwnsKeys ? g.grad_key : g.grad_query, a.head_dim, scale, sums.scores);
   if constexpr (F::kValues) store(g.grad_value, a.value_dim, kept, sums.values);
+}
+
+// Where all blocks cost the same, a block of threads takes several, one after the other: what the
+// next one owns, and its first tiles, arrive while the last one ends. Otherwise the GPU gives the
+// next one to who is free.
+struct HopperRounds {
+  uint32_t blocks, all;  // of a head; of all heads
+  bool even;
+  DEVICE_MEMBER uint32_t number(uint32_t round) const { return blockIdx.x + round * gridDim.x; }
+  template <class F>
+  DEVICE_MEMBER int head(const Attention& a, uint32_t round) const {
+    return number(round) / blocks % (uint32_t)(F::kOwnsKeys ? a.kv_heads : a.heads);
+  }
+  template <class F>
+  DEVICE_MEMBER HalfBlock block(const Attention& a, uint32_t round) const {
+    const uint32_t n = number(round);
+    // The producer has all rows of the block.
+    return half_block<F>(a, n / blocks, n % blocks, warp_id() < 4 ? 0 : F::warp_row());
+  }
+  template <class F>
+  DEVICE_MEMBER bool take(const Attention& a, uint32_t round, HopperPlace& at) const {
+    if (number(round) >= all) return false;
+    at = first_place<F>(a, block<F>(a, round));
+    return true;
+  }
+};
+template <class F>
+HopperRounds hopper_rounds(const Attention& a) {
+  const int64_t blocks = ceil_div(F::kOwnsKeys ? a.keys : a.queries, F::kRows);
+  const bool even = !a.mask.data && hides_nothing(a);
+  const int64_t heads = a.batch * (F::kOwnsKeys ? a.kv_heads : a.heads);
+  return {(uint32_t)blocks, (uint32_t)(blocks * heads), even};
+}
+
+template <class F>
+__global__ void LAUNCH_BOUNDS(F::kThreads, 1)
+    backward_hopper_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT AttentionGrad g,
+                           const HopperRounds rounds) {
+#ifdef MHA_EXT_HOPPER_CODE
+  if (thread_id() == 0) {
+    F::Tiles::init(4 * F::kConsumers * (F::kOwnsKeys ? kWarp : 1));
+    F::Own::init(4 * F::kConsumers);
+    F::Spoilt::init();
+  }
+  if (a.mask.data) mark_tiles<F>(a, rounds.block<F>(a, 0));
+  sync_block();
+  HopperPlace at;
+  typename F::At turn;
+  if (warp_id() < 4) {
+    give_registers<F::kProducerRegisters>();
+#pragma unroll 1
+    for (int pass = 0; pass == 0 || (pass == 1 && F::Spoilt::hear()); pass++)
+#pragma unroll 1
+      for (uint32_t round = 0; rounds.take<F>(a, round, at); round++)
+        produce_others<F>(a, g, at, turn);
+    return;
+  }
+  take_registers<F::kConsumerRegisters>();
+  HopperNumbers own[2];
+  HopperSums<F> sums;
+  bool spoilt = false;
+#pragma unroll 1
+  for (uint32_t round = 0; rounds.take<F>(a, round, at); round++) {
+    const int head = rounds.head<F>(a, round);
+    own_numbers<F>(a, g, at, head, own);
+    clear_sums<F>(sums);
+    const bool partial = consume_others<F>(a, at, own, turn, sums);
+    // What a hidden pair may have spoilt is done again: nothing else costs time where all is well.
+    // Where blocks are even, a pair is hidden only because it does not exist; it stands here as 0.
+    const bool finite = all_finite(sums.scores) && all_finite(sums.values);
+    spoilt = !rounds.even && partial && !finite;
+    store_sums<F>(a, g, at, head, sums);
+  }
+  F::Spoilt::answer(spoilt);
+  if (!F::Spoilt::hear()) return;
+  clear_sums<F>(sums);
+  consume_with_care<F>(a, at, own, turn, sums);
+  store_sums<F>(a, g, at, rounds.head<F>(a, 0), sums);
 #endif
 }
 
 template <class F>
 const char* run_backward_hopper(const Attention& a, const AttentionGrad& g, Stream stream) {
-  const Grid grid{ceil_div(F::kOwnsKeys ? a.keys : a.queries, F::kRows),
-                  a.batch * (F::kOwnsKeys ? a.kv_heads : a.heads)};
-  return launch(backward_hopper_kernel<F>, grid, F::kThreads, F::kSharedBytes, stream, a, g);
+  const HopperRounds rounds = hopper_rounds<F>(a);
+  const int64_t each = rounds.even ? min_of(rounds.all, processors()) : rounds.all;
+  return launch(backward_hopper_kernel<F>, {each, 1}, F::kThreads, F::kSharedBytes, stream, a, g,
+                rounds);
 }
 template <class S, int kWidth, bool kDropout>
 const char* backward_hopper(const Attention& a, const AttentionGrad& g, Stream stream) {

@@ -30,17 +30,25 @@ struct HopperBackward {
   static constexpr int kParts = kOthers / 64, kColumns = kOthers / 8, kSteps = kOthers / 16;
   static constexpr int kStages = kHalves ? 2 : kOwnsKeys ? (kWidth <= 64 ? 5 : 3) : 4;
   static constexpr int kOwnBytes = kRows * 2 * kWidth, kTileBytes = kOthers * 2 * kWidth;
-  static constexpr Address kOwnScores = 0, kOwnValues = kOwnBytes;
+  // Where they have room, the rows of the next block come while those of this one are used.
+  static constexpr int kOwnStages = kWidth <= 64 ? 2 : 1;
   static constexpr int kStageBytes = 2 * kTileBytes, kNumberBytes = kOwnsKeys ? 1280 : 0;
-  static constexpr Address kNumbers = 2 * kOwnBytes + kStages * kStageBytes;
-  using Tiles = Ring<kStages, kStageBytes, 2 * kOwnBytes, kNumbers + kStages * kNumberBytes>;
-  using Spoilt = Question<kConsumers, Tiles::kEnd>;
+  static constexpr Address kFirst = kOwnStages * 2 * kOwnBytes;
+  static constexpr Address kNumbers = kFirst + kStages * kStageBytes;
+  using Tiles = Ring<kStages, kStageBytes, kFirst, kNumbers + kStages * kNumberBytes>;
+  using Own = Ring<kOwnStages, 2 * kOwnBytes, 0, Tiles::kEnd>;  // full with their first tile
+  using Spoilt = Question<kConsumers, Own::kEnd>;
   // What the mask hides of so many of the block's tiles; it is looked up in later ones.
   static constexpr Address kMarks = Spoilt::kEnd;
   static constexpr int kMostMarks = 2048, kSharedBytes = kMarks + 4 * kMostMarks;
-  using At = Turn<kStages>;
+  // Where a thread is in the rings.
+  struct At : Turn<kStages> {
+    Turn<kOwnStages> own;
+  };
   DEVICE_MEMBER static Address score_tile(const At& at) { return Tiles::tile(at); }
   DEVICE_MEMBER static Address value_tile(const At& at) { return Tiles::tile(at) + kTileBytes; }
+  DEVICE_MEMBER static Address own_scores(const At& at) { return Own::tile(at.own); }
+  DEVICE_MEMBER static Address own_values(const At& at) { return Own::tile(at.own) + kOwnBytes; }
   // Of a consumer: its first row of those of the block, that of a warp, and its first panel of the
   // sums.
   DEVICE_MEMBER static int first_row() {
@@ -141,9 +149,17 @@ struct HopperPlace {
 };
 template <class F>
 DEVICE HopperPlace first_place(const Attention& a, const HalfBlock& of) {
-  HopperPlace at{(int)of.b,    (int)(of.own0 / 16), of.head * of.group,
-                 of.block.any, of.block.any,        of.block.any_end,
-                 of.seen.all,  of.seen.all_end,     0,
+  // Rows that do not exist have nothing hidden from them: what becomes of them is not stored.
+  const bool exists = of.own0 < of.rows;
+  HopperPlace at{(int)of.b,
+                 (int)(of.own0 / 16),
+                 of.head * of.group,
+                 of.block.any,
+                 of.block.any,
+                 of.block.any_end,
+                 exists ? of.seen.all : 0,
+                 exists ? of.seen.all_end : INT32_MAX,
+                 0,
                  of.count()};
   at.seek<F>(a);
   return at;
@@ -193,13 +209,15 @@ DEVICE void produce_others(const Attention& a, const AttentionGrad& g, HopperPla
   using S = typename F::S;
   using Tiles = typename F::Tiles;
   constexpr bool kKeys = F::kOwnsKeys;
+  if (at.done()) return;
   const int thread = thread_id(), piece = thread % (8 * F::kPanels);
   const bool first = thread < kGroup / 2;
   {
     const HopperSource own = source_of<S>(kKeys ? a.key : a.query, kKeys ? a.value : g.grad_out,
                                           (int)a.head_dim, (int)a.value_dim, at.b, piece);
     const int64_t own0 = (int64_t)at.own * 16;
-    copy_tile<F::kRows, F::kPanels>(first ? F::kOwnScores : F::kOwnValues, own,
+    F::Own::wait_free(turn.own);
+    copy_tile<F::kRows, F::kPanels>(first ? F::own_scores(turn) : F::own_values(turn), own,
                                     kKeys ? kv_head(a, at.h) : at.h, own0,
                                     (int)min_of(F::kRows, (kKeys ? a.keys : a.queries) - own0));
   }
@@ -236,6 +254,7 @@ DEVICE void produce_others(const Attention& a, const AttentionGrad& g, HopperPla
   }
   copy_wait<0>();
   Tiles::filled(before);
+  turn.own.next();
 }
 
 // What a consumer has of a tile beside S and dP: which pairs are visible, and whether not all are.

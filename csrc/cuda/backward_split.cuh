@@ -100,7 +100,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
                           const GRID_CONSTANT SplitSides sides) {
   const int64_t row = grid_row();
   if (row >= a.batch * (F::kOwnsKeys ? a.kv_heads : a.heads)) return;
-  const HalfBlock of = half_block<F>(a, row, warp_id() * 16);
+  const HalfBlock of = half_block<F>(a, row, blockIdx.x, warp_id() * 16);
   const int64_t b = of.b, own0 = of.own0;
   const int count = of.count();
 

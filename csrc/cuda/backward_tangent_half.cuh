@@ -183,7 +183,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   using S = typename F::S;
   const int64_t row = grid_row();
   if (row >= a.batch * (F::kOwnsKeys ? a.kv_heads : a.heads)) return;
-  const HalfBlock of = half_block<F>(a, row, warp_id() * 16);
+  const HalfBlock of = half_block<F>(a, row, blockIdx.x, warp_id() * 16);
   const Rows& result = F::kOwnsKeys ? g.grad_key : g.grad_query;
   const bool with_scores = moves_scores(t);
   const bool dense_bias = !F::kOwnsKeys && g.grad_bias.data && bias_is_dense(a, g.grad_bias);

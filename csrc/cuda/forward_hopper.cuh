@@ -27,11 +27,18 @@ DEVICE void hide_outside_band(const Attention& a, int64_t b, int64_t i0, int64_t
     begin[half] = (int)max_of(0, min_of(F::kKeys, seen.begin - k0)) - lane_id() % 4 * 2;
     end[half] = (int)max_of(0, min_of(F::kKeys, seen.end - k0)) - lane_id() % 4 * 2;
   }
+  if (a.band.left_bounded) {
+#pragma unroll
+    for (int j = 0; j < F::kColumns; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        if (8 * j + e % 2 < begin[e / 2]) s[0][j][e] = -INFINITY;
+  }
 #pragma unroll
   for (int j = 0; j < F::kColumns; j++)
 #pragma unroll
     for (int e = 0; e < 4; e++)
-      if (8 * j + e % 2 < begin[e / 2] || 8 * j + e % 2 >= end[e / 2]) s[0][j][e] = -INFINITY;
+      if (8 * j + e % 2 >= end[e / 2]) s[0][j][e] = -INFINITY;
 }
 
 // The bits of what is visible; what is not becomes -inf.
@@ -231,6 +238,14 @@ DEVICE void consume_with_care(const Attention& a, const HopperBlock& of, const S
   if (tiles.noted) pass_tiles<F>(turns, 1);
 }
 
+// Tiles of the 16 queries of a warp. Queries that do not exist have nothing hidden from them: what
+// becomes of them is not stored.
+template <class F>
+DEVICE SeenTiles warp_tiles(const Attention& a, const Place& place, int64_t i0) {
+  if (i0 >= a.queries) return {0, 0, 0, INT32_MAX};
+  return seen_tiles<F::kKeys>(a, place.b, i0, min_of(16, a.queries - i0));
+}
+
 template <class F>
 DEVICE bool all_finite(const RowState<F>& rows) {
   float zero = 0;
@@ -289,7 +304,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     if (!order.take(round, row, tile)) continue;
     const HopperBlock of = hopper_block<F>(a, row, tile);
     const int64_t i0 = of.place.q0 + (warp_id() - 4) * 16;
-    const SeenTiles seen = seen_tiles<F::kKeys>(a, of.place.b, i0, min_of(16, a.queries - i0));
+    const SeenTiles seen = warp_tiles<F>(a, of.place, i0);
     clear_rows<F>(rows);
     if (consume_block<F>(a, of, seen, i0, turns, rows) && ballot(!all_finite<F>(rows))) {
       spoilt = true;
@@ -305,7 +320,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     if (!order.take(round, row, tile) || !needs_care(round)) continue;
     const HopperBlock of = hopper_block<F>(a, row, tile);
     const int64_t i0 = of.place.q0 + (warp_id() - 4) * 16;
-    const SeenTiles seen = seen_tiles<F::kKeys>(a, of.place.b, i0, min_of(16, a.queries - i0));
+    const SeenTiles seen = warp_tiles<F>(a, of.place, i0);
     clear_rows<F>(rows);
     consume_with_care<F>(a, of, seen, i0, turns, rows);
     add_lanes<F>(rows);
@@ -322,17 +337,27 @@ const char* run_forward_hopper(const Attention& a, Stream stream) {
   return launch(forward_hopper_kernel<F>, {each, 1}, F::kThreads, F::kSharedBytes, stream, a,
                 hopper_order<F>(a, each));
 }
+// The pairs that F goes over for these lengths, those that do not exist among them, in units of
+// what a pair costs it.
+template <class F>
+int64_t cost_of_pairs(const Attention& a, int64_t each) {
+  return ceil_div(a.queries, F::kRows) * F::kRows * ceil_div(a.keys, F::kKeys) * F::kKeys * each;
+}
 template <class S, int kWidth>
 const char* by_options(const Attention& a, Stream stream) {
   if (a.mask.data || a.dropout.seed || !((float)a.scale > 0))
     return run_forward_hopper<HopperForward<S, kWidth, false>>(a, stream);
   using Two = HopperForward<S, kWidth, true>;
   if constexpr (kWidth <= 64) {
-    // Short heads leave a third consumer idle. Lengths alone decide.
+    // Lengths alone decide: among others a sequence has the kernel, and the bits, that it has
+    // alone.
     using Three = HopperForward<S, kWidth, true, 3>;
-    const int64_t three = ceil_div(a.queries, Three::kRows) * Three::kRows;
-    const int64_t two = ceil_div(a.queries, Two::kRows) * Two::kRows;
-    if (three * 10 <= two * 11) return run_forward_hopper<Three>(a, stream);
+    using Four = HopperForward<S, kWidth, true, 4, 64>;
+    constexpr int64_t kLong = 1024;
+    const int64_t two = cost_of_pairs<Two>(a, 109), four = cost_of_pairs<Four>(a, 100),
+                  three = cost_of_pairs<Three>(a, a.keys < kLong ? 104 : 96);
+    if (four <= min_of(two, three)) return run_forward_hopper<Four>(a, stream);
+    if (three <= two) return run_forward_hopper<Three>(a, stream);
   }
   return run_forward_hopper<Two>(a, stream);
 }

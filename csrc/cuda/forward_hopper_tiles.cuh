@@ -6,23 +6,27 @@
 
 namespace mha_ext::cuda {
 
-template <class S_, int kWidth_, bool kPlain_, int kConsumers_ = 2>
+template <class S_, int kWidth_, bool kPlain_, int kConsumers_ = 2,
+          int kKeys_ = kWidth_ <= 128 ? 128 : 64>
 struct HopperForward {
   using S = S_;
   static constexpr bool kOwnsKeys = false;
-  static constexpr bool kPlain = kPlain_;  // no mask or dropout, and scale > 0
-  static constexpr int kWidth = kWidth_;   // D and Dv are at most this
-  static constexpr int kKeys = kWidth <= 128 ? 128 : 64, kWords = kKeys / 64;
+  static constexpr bool kPlain = kPlain_;                    // no mask or dropout, and scale > 0
+  static constexpr int kWidth = kWidth_;                     // D and Dv are at most this
+  static constexpr int kKeys = kKeys_, kWords = kKeys / 64;  // of a tile
   static constexpr int kFragments = 1, kColumns = kKeys / 8, kSteps = kKeys / 16;
   static constexpr int kConsumers = kConsumers_;  // warpgroups with 64 queries each
   static constexpr int kThreads = (1 + kConsumers) * kGroup;
-  // Of a thread: 65536 in all.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kWidth <= 64 ? 56 : 40;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kWidth <= 64 ? 224 : 232;
+  // Of a thread: 65536 in all, which the GPU gives out in pieces of eight a thread.
+  static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kWidth <= 64 ? 56 : 40;
+  static constexpr int kConsumerRegisters =
+      (65536 / kThreads / 8 * 8 * (1 + kConsumers) - kProducerRegisters) / kConsumers;
+  static_assert(kConsumerRegisters % 8 == 0);
   // Whether registers have room for P V of a tile while S of the next becomes P.
   static constexpr bool kAhead = (kPlain || kWidth <= 64) && kConsumers == 2;
   static constexpr int kRows = 64 * kConsumers, kPanels = kWidth / 64,
-                       kStages = kWidth <= 64    ? 4
+                       kStages = kConsumers > 3  ? 6
+                                 : kWidth <= 64  ? 4
                                  : kWidth <= 128 ? 3
                                                  : 2;
   // Tiles that are on their way while the producer asks for the next.

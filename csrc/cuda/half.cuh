@@ -345,13 +345,37 @@ DEVICE void store_fragments(const Rows& to, int64_t b, int64_t h, int64_t row0, 
                             int columns, const float (&factor)[kFragments][2],
                             const float (&c)[kFragments][kColumns][4]) {
   const int lane = lane_id();
+  S* const first = (S*)to.data + b * to.batch + h * to.head;
+  // The four lanes of a row exchange pairs, so that each has pieces of 16 bytes.
+  if ((((uintptr_t)first | (uintptr_t)(to.row * 2)) & 15) == 0 && columns % 8 == 0) {
+#pragma unroll
+    for (int m = 0; m < kFragments; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int64_t i = row0 + 16 * m + 8 * half + lane / 4;
+        S* const out = first + i * to.row + lane % 4 * 8;
+        const int left = i < rows ? columns - lane % 4 * 8 : 0;
+#pragma unroll
+        for (int n = 0; n < kColumns; n += 4) {
+          FastWord four[4];
+#pragma unroll
+          for (int e = 0; e < 4; e++)
+            four[e].bits = pack(S{}, c[m][n + e][2 * half] * factor[m][half],
+                                c[m][n + e][2 * half + 1] * factor[m][half]);
+          exchange_words(four);
+          if (8 * n < left)
+            *(Bytes16*)(out + 8 * n) = {{four[0].bits, four[1].bits, four[2].bits, four[3].bits}};
+        }
+      }
+    return;
+  }
 #pragma unroll
   for (int m = 0; m < kFragments; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int64_t i = row0 + 16 * m + 8 * half + lane / 4;
       if (i >= rows) continue;
-      S* out = (S*)to.data + b * to.batch + h * to.head + i * to.row;
+      S* out = first + i * to.row;
       const bool pairs = (uintptr_t)out % 4 == 0 && columns % 2 == 0;
 #pragma unroll
       for (int n = 0; n < kColumns; n++) {

@@ -15,6 +15,7 @@ struct SeenTiles {
 template <int kKeys>
 DEVICE SeenTiles seen_tiles(const Attention& a, int64_t b, int64_t first, int64_t rows) {
   if (rows <= 0) return {0, 0, 0, 0};
+  if (hides_nothing(a)) return {0, (int)ceil_div(a.keys, kKeys), 0, (int)(a.keys / kKeys)};
   const Range any = seen_by_any(a, b, first, first + rows - 1);
   const Range all = seen_by_all(a, b, first, first + rows - 1);
   return {(int)(any.begin / kKeys), any.end > any.begin ? (int)ceil_div(any.end, kKeys) : 0,
@@ -25,9 +26,13 @@ DEVICE SeenTiles seen_tiles(const Attention& a, int64_t b, int64_t first, int64_
 // of a few keys.
 template <int kQueries>
 DEVICE SeenTiles seeing_tiles(const Attention& a, int64_t b, int64_t k0, int64_t keys) {
-  const int64_t count = key_count(a, b), offset = k0 - diagonal(a, b);
+  const int64_t count = key_count(a, b);
   if (k0 >= count) return {0, 0, 0, 0};
+  if (hides_nothing(a))
+    return {0, (int)ceil_div(a.queries, kQueries), 0,
+            k0 + keys <= count ? (int)(a.queries / kQueries) : 0};
   const Band& band = a.band;
+  const int64_t offset = k0 - diagonal(a, b);
   // Query i sees keys [i + diagonal - left, i + diagonal + right].
   const int64_t begin = band.right_bounded ? max_of(0, offset - band.right) : 0;
   const int64_t end = band.left_bounded ? min_of(a.queries, offset + keys + band.left) : a.queries;
@@ -41,8 +46,7 @@ DEVICE SeenTiles seeing_tiles(const Attention& a, int64_t b, int64_t k0, int64_t
 }
 
 DEVICE uint64_t band_word(const Attention& a, int64_t b, int64_t i, int64_t k0, int keys) {
-  if (!a.key_lengths && !a.band.left_bounded && !a.band.right_bounded)
-    return first_bits(max_of(0, min_of(keys, a.keys - k0)));
+  if (hides_nothing(a)) return first_bits(max_of(0, min_of(keys, a.keys - k0)));
   const Range band = band_keys(a, b, i);
   const int64_t first = max_of(0, band.begin - k0), last = min_of(keys, band.end - k0);
   return last <= first ? 0 : first_bits(last) & ~first_bits(first);

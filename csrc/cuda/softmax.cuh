@@ -31,11 +31,22 @@ DEVICE T row_level(T lse) {
   return lse == -(T)INFINITY ? (T)INFINITY : lse;
 }
 
+// log l of a sum that is not near the smallest numbers, to 3e-8: units for double are few, and a
+// logarithm in them takes as long as the scores of a tile.
+DEVICE double log_of_sum(float l) {
+  if (!(l < INFINITY)) return l;
+  constexpr int32_t kRootOfHalf = 0x3f3504f3;
+  const int32_t bits = (int32_t)bits_of(l), exponent = (bits - kRootOfHalf) >> 23;
+  const float mantissa = float_of((uint32_t)(bits - exponent * (1 << 23)));  // about 1
+  return exponent * 0.69314718055994531 + (double)logf(mantissa);
+}
+DEVICE double log_of_sum(double l) { return log(l); }
+
 // lse of a row with this level and sum of P, or -inf where the row has seen nothing.
 template <class T>
 DEVICE void store_lse(const Attention& a, int64_t at, T level, T l) {
   T high = -(T)INFINITY, low = 0;
-  if (l != 0) split_sum((double)level, log((double)l), &high, &low);
+  if (l != 0) split_sum((double)level, log_of_sum(l), &high, &low);
   ((T*)a.lse)[at] = high;
   ((T*)a.lse_low)[at] = low;
 }

@@ -25,28 +25,19 @@ HOST_DEVICE bool moves_grads(const AttentionTangent& t) {
   return t.grad_out.data || t.value.data || t.delta;
 }
 
-// delta' = rowsum(dO' o O + dO o O') - dL'; one warp a row.
+// delta' = rowsum(dO' o O + dO o O') - dL'.
 template <class S>
 __global__ void LAUNCH_BOUNDS(kRowThreads, 8)
     delta_tangent_kernel(const GRID_CONSTANT Attention a, const GRID_CONSTANT AttentionGrad g,
                          const GRID_CONSTANT AttentionTangent t) {
   using T = typename Softmax<S>::T;
-  const int64_t row = grid_row();
-  const int64_t i = (int64_t)blockIdx.x * (kRowThreads / kWarp) + warp_id();
-  if (row >= a.batch * a.heads || i >= a.queries) return;
-  const int64_t b = row / a.heads, h = row % a.heads, at = row * a.queries + i;
-  const auto dot = [&](const Rows& left, const Rows& right) {
-    const S *x = row_of<S>(left, b, h, i), *y = row_of<S>(right, b, h, i);
-    T sum = 0;
-    for (int64_t d = lane_id(); d < a.value_dim; d += kWarp)
-      sum = fma(widen(x[d]), widen(y[d]), sum);
-    for (int lanes = 16; lanes > 0; lanes /= 2) sum += shuffle_xor(sum, lanes);
-    return sum;
-  };
+  if (grid_row() >= a.batch * a.heads) return;
+  const LaneRow of = lane_row(a);
   T sum = 0;
-  if (t.grad_out.data) sum += dot(t.grad_out, a.out);
-  if (t.out.data) sum += dot(g.grad_out, t.out);
-  if (lane_id() == 0) ((T*)t.delta)[at] = t.grad_lse ? sum - ((const T*)t.grad_lse)[at] : sum;
+  if (t.grad_out.data) sum += product_of_rows<S>(a, of, t.grad_out, a.out);
+  if (t.out.data) sum += product_of_rows<S>(a, of, g.grad_out, t.out);
+  if (of.exists && of.lane == 0)
+    ((T*)t.delta)[of.at] = t.grad_lse ? sum - ((const T*)t.grad_lse)[of.at] : sum;
 }
 
 // g.delta, and t.delta if there is room for it.
@@ -55,8 +46,7 @@ const char* run_delta_tangent(const Attention& a, const AttentionGrad& g, const 
                               Stream stream) {
   const char* error = run_delta<S>(a, g, stream);
   if (error || !t.delta) return error;
-  const Grid rows{ceil_div(a.queries, kRowThreads / kWarp), a.batch * a.heads};
-  return launch(delta_tangent_kernel<S>, rows, kRowThreads, 0, stream, a, g, t);
+  return launch(delta_tangent_kernel<S>, lane_rows(a), kRowThreads, 0, stream, a, g, t);
 }
 
 // No score moves the rows without any key: they are the mean of V', as they are of V in forward.

@@ -173,7 +173,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
   using S = typename F::S;
   const int64_t row = grid_row();
   if (row >= a.batch * a.heads) return;
-  const HalfBlock of = half_block<F>(a, row, warp_id() * 16);
+  const HalfBlock of = half_block<F>(a, row, blockIdx.x, warp_id() * 16);
   const int64_t b = of.b, h = of.head, kv = kv_head(a, h);
   const bool with_scores = moves_scores(t);
 

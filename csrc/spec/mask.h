@@ -13,6 +13,11 @@ struct Range {
   int64_t begin, end;  // half open
 };
 
+// Whether lengths and band hide no pair.
+HOST_DEVICE bool hides_nothing(const Attention& a) {
+  return !a.key_lengths && !a.band.left_bounded && !a.band.right_bounded;
+}
+
 // Key position at which query 0 of batch entry b stands.
 HOST_DEVICE int64_t diagonal(const Attention& a, int64_t b) {
   return a.band.lower_right ? key_count(a, b) - a.queries : a.origin.query - a.origin.key;

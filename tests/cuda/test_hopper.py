@@ -61,6 +61,10 @@ CASES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"queries": 150, "keys": 200, "dropout_p": 0.3}, {}),
     ({"queries": 260, "keys": 300, "heads": 4, "kv_heads": 2, "head_dim": 128, "dropout_p": 0.5}, {"right": 0}),
     ({"queries": 200, "keys": 260, "batch": 2, "mask": "bhqk", "dropout_p": 0.2, "value_dim": 40}, {}),
+    # several rounds of each block of threads
+    ({"queries": 150, "keys": 200, "batch": 5, "kv_heads": 2}, {}),
+    ({"queries": 140, "keys": 90, "batch": 4, "heads": 4, "head_dim": 128, "dropout_p": 0.3}, {}),
+    ({"queries": 70, "keys": 130, "batch": 4, "head_dim": 200}, {}),
 )  # fmt: skip
 
 
@@ -139,6 +143,14 @@ OPTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"queries": 450, "keys": 150, "heads": 6, "head_dim": 128}, {"right": 0}),
     ({"queries": 200, "keys": 210, "head_dim": 256, "value_dim": 136}, {"right": 0}),
     ({"queries": 140, "keys": 500, "head_dim": 192, "mask": "b1qk", "squares": True}, {}),
+    # lengths that choose four consumers, or three
+    ({"queries": 250, "keys": 190, "heads": 4, "batch": 2}, {}),
+    ({"queries": 700, "keys": 190, "heads": 4, "batch": 2, "dtype": torch.float16}, {"right": 0}),
+    (
+        {"queries": 200, "keys": 300, "batch": 3, "key_lengths": "random", "head_dim": 40},
+        {"left": 90},
+    ),
+    ({"queries": 180, "keys": 2100}, {"left": 900}),
 )
 
 
@@ -230,7 +242,16 @@ MUTATIONS = {
     ),
     "sign of delta": (TILES, "(dp[0][j][e] - delta", "(dp[0][j][e] + delta", "wrong"),
     "hidden": (FILE, "  hide<F>(tile.pairs, tile.s);\n  wait", "  wait", "wrong"),
-    "no care": (FILE, "answer(partial && !finite)", "answer(false)", "wrong"),
+    "no care": (FILE, "partial && !finite;", "false;", "wrong"),
+    "own rows left early": (
+        FILE,
+        "  bool partial = false;\n  if constexpr (F::kAhead) {",
+        "  bool partial = false;\n  F::Own::left(turn.own);\n  if constexpr (F::kAhead) {",
+        "which a product of warpgroup|no barrier|has not reached yet",
+    ),
+    "own rows not left": (FILE, "  F::Own::left(turn.own);\n", "", "deadlock"),
+    "own rows of the last block": (FILE, "  turn.own.next();\n", "", "wrong|deadlock|no barrier"),
+    "rounds": (FILE, "n / blocks, n % blocks", "n / blocks, round % blocks", "wrong"),
     "head of a group": (TILES, "    tile = first;\n    h++;", "    tile = first;", "wrong"),
 }  # fmt: skip
 DROPOUT_MUTATIONS = {
@@ -371,6 +392,8 @@ FORWARD_MUTATIONS = {
         "has read: no barrier",
     ),
     "band": (AHEAD, "8 * j + e % 2 >= end[e / 2]", "8 * j + e % 2 > end[e / 2]", "wrong"),
+    "pieces of a row": ("half.cuh", "+ i * to.row + lane % 4 * 8;", "+ i * to.row + lane % 4 * 4;", "wrong"),
+    "exponent of a sum": ("softmax.cuh", "return exponent * 0.693", "return exponent * 0.69", "wrong numbers in lse"),
     "row of a warpgroup": (
         AHEAD,
         "const int row = (group_id() - 1) * 64",
@@ -468,8 +491,8 @@ MASKED_MUTATIONS = {
     "squares of a block": (TILES, "other0, 1, of.block0, kOwn)", "other0, 1, of.block0, 1)", "wrong"),
     "a block that sees nothing": (
         FILE,
-        "head = (uint32_t)row % (uint32_t)(F::kOwnsKeys ? a.kv_heads : a.heads)",
-        "head = F::kOwnsKeys ? kv_head(a, at.h) : at.h",
+        "const int head = rounds.head<F>(a, round);",
+        "const int head = F::kOwnsKeys ? kv_head(a, at.h) : at.h;",
         "wrong",
     ),
 }  # fmt: skip
@@ -493,7 +516,9 @@ def test_mutations_under_a_mask(name: str, tmp_path: Path) -> None:
         assert any(part in found for part in sign.split("|")) and found, f"caught as {found!r}"
 
 
-def verdict(library: Library, cases: Sequence[Case] = (CASES[0], CASES[2], CASES[5])) -> str:
+def verdict(
+    library: Library, cases: Sequence[Case] = (CASES[0], CASES[2], CASES[5], CASES[18])
+) -> str:
     library.hopper = True
     for seed in range(3):
         for of, band in cases:
