@@ -28,6 +28,7 @@ from mha_ext.report import check_output
 
 Run = Mapping[str, Any]
 Group = tuple[str, str]  # the title, the number of threads
+STEADY = 0.95  # of the highest limit
 
 
 def _titles() -> dict[tuple[str, str, str], str]:
@@ -56,6 +57,12 @@ def _is_wrong(records: Sequence[Mapping[str, Any]]) -> bool:
     return any(r["wrong"] and r["implementation"].startswith(OWN) for r in records)
 
 
+def _limit(records: Sequence[Mapping[str, Any]]) -> float:
+    """The lowest rate of the limit, which a neighbour has lowered for as long as he worked."""
+    rates = [rate["median"] for r in records if (rate := r["bandwidth"] or r["peak"])]
+    return min(rates, default=0.0)
+
+
 def quietest(candidates: Sequence[tuple[int, list[Mapping[str, Any]]]]) -> int:
     """Of the runs that have a group, the one that counts: its position in `candidates`."""
     for position, (_, records) in enumerate(candidates):
@@ -67,6 +74,9 @@ def quietest(candidates: Sequence[tuple[int, list[Mapping[str, Any]]]]) -> int:
     ]
     most = max(map(len, times))  # an implementation that failed in a run is no advantage of it
     whole = [position for position, found in enumerate(times) if len(found) == most]
+    limits = [_limit(records) for _, records in candidates]
+    highest = max(limits[position] for position in whole)
+    whole = [position for position in whole if limits[position] >= STEADY * highest]
     common = set.intersection(*(set(times[position]) for position in whole))
     if not common:
         return whole[0]

@@ -468,6 +468,17 @@ def test_a_run_in_which_something_failed_does_not_count(result: dict[str, Any]) 
     assert both["records"] == result["records"] and both["left_out"] == {}
 
 
+def test_a_run_whose_limit_was_lowered_does_not_count(result: dict[str, Any]) -> None:
+    lowered = scaled(result, 0.9)
+    for record in lowered["records"]:
+        for rate in (record["peak"], record["bandwidth"]):
+            if rate:
+                rate["median"] *= 0.94
+    assert quieter.together([lowered, result], ["a", "b"])["records"] == result["records"]
+    faster = scaled(result, 0.9)
+    assert quieter.together([faster, result], ["a", "b"])["records"] == faster["records"]
+
+
 def test_what_was_wrong_once_stays(result: dict[str, Any]) -> None:
     slow = scaled(result, 1.3)
     own = next(r for r in slow["records"] if r["implementation"] == "mha_ext")
