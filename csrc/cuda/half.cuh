@@ -344,6 +344,7 @@ template <class S, int kFragments, int kColumns>
 DEVICE void store_fragments(const Rows& to, int64_t b, int64_t h, int64_t row0, int64_t rows,
                             int columns, const float (&factor)[kFragments][2],
                             const float (&c)[kFragments][kColumns][4]) {
+  static_assert(kColumns % 4 == 0);
   const int lane = lane_id();
   S* const first = (S*)to.data + b * to.batch + h * to.head;
   // The four lanes of a row exchange pairs, so that each has pieces of 16 bytes.
