@@ -30,11 +30,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   const int64_t together = plan.together, parts = plan.parts, jobs = plan.group_jobs;
   if (plan.kernel == ForwardKernel::kFew) {
     const int64_t rows = a.heads / a.kv_heads * a.queries;
-    const int64_t heads_jobs = ceil_div(a.kv_heads, plan.kv_heads);
+    const int64_t heads_jobs = ceil_div(a.kv_heads, plan.heads);
     const auto place = [&](int64_t index, const auto& run) {
       const int64_t job = index % jobs, heads = job / parts, first = job % parts * together;
-      const int64_t kv = heads % heads_jobs * plan.kv_heads;
-      run(groups[index / jobs], heads / heads_jobs, kv, std::min(plan.kv_heads, a.kv_heads - kv),
+      const int64_t kv = heads % heads_jobs * plan.heads;
+      run(groups[index / jobs], heads / heads_jobs, kv, std::min(plan.heads, a.kv_heads - kv),
           first, std::min(together, rows - first));
     };
     const auto part = [&](int64_t job, int64_t range, void* states, void* scratch) {
@@ -52,6 +52,14 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
             kernels.merge_few(g, b, kv, heads, first, size, states, scratch);
           });
         });
+    return {out, lse, lse_low};
+  }
+  if (plan.heads > 1) {
+    for_each_task(plan.jobs.tasks, [&](int64_t job, void* scratch) {
+      const int64_t first = job % jobs * plan.heads;
+      kernels.forward_heads(groups[job / jobs], first,
+                            std::min(plan.heads, a.batch * a.heads - first), scratch);
+    });
     return {out, lse, lse_low};
   }
   const auto place = [&](int64_t index, const auto& run) {

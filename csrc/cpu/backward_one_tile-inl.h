@@ -1,113 +1,194 @@
-// Backward of a head whose queries and keys fit into one tile each. Every gradient is one product,
-// so it is written where it belongs, without sums in scratch; and what the next head needs is asked
-// for meanwhile, since heads are short, and no machine foresees where the next one starts. Where
-// the keys are all of those that lse is of, delta is the sum of P o dP, and O is not read; the sum
-// of P is then 1 to the last bits, which takes lse_low.
+// Backward of heads whose queries and keys fit into one tile each, several at a time where they are
+// short. Every gradient is one product, so it is written where it belongs, without sums in scratch;
+// and what the next heads need is asked for meanwhile, since no machine foresees where a short head
+// starts. Where the keys are all of those that lse is of, delta is the sum of P o dP, and O is not
+// read; the sum of P is then 1 to the last bits, which takes lse_low.
 //   dV = Z^T dO,  dK = scale dS^T Q,  dQ = scale dS K
 namespace mha_ext::cpu {
 namespace {
 
-// False where it takes more than one product, since rows without any key count as uniform. Then
-// nothing is written yet.
+// One head of them: its operands, and where the thread will go on.
 template <class K>
-bool backward_one_tile(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
-                       BackwardScratch<K>& w) {
-  using T = typename K::T;
-  using X = typename K::X;
+struct ShortHead {
   using S = typename K::S;
-  const int64_t rows = a.queries, keys = a.keys, d = a.head_dim, dv = a.value_dim;
-  if (a.uniform_empty_rows && any_empty_row<K>(a, b, h)) return false;
-  const S *query = row_of<K>(a.query, b, h, 0), *key = row_of<K>(a.key, b, h, 0);
-  const S *value = row_of<K>(a.value, b, h, 0), *grad_out = row_of<K>(g.grad_out, b, h, 0);
-  const NextPart next = next_head(a, g, b, h);
-  const bool ahead = next.batch < a.batch, grads = g.grad_out.data != nullptr;
-  // Beside which product the next head is asked for, if there is that product.
-  const bool value_too = g.grad_query.data && rows > kWidthGroup && a.value.row == a.key.row;
-  const auto ask = [&](bool beside, const Rows& t, int64_t count, int64_t columns)
-                       __attribute__((always_inline)) {
-                         if (ahead && !beside)
-                           ask_for<K>(t, next.batch, next.kv_head, count, columns);
-                       };
-  load_queries<K>(a, g, b, h, 0, rows, w);
-  ask(g.grad_key.data, a.query, rows, d);
-  ask(g.grad_query.data, a.key, keys, d);
-  if (grads) {
-    ask(g.grad_value.data, g.grad_out, rows, dv);
-    ask(value_too, a.value, keys, dv);
-    ask(w.whole, a.out, rows, dv);
+  const Attention& a;
+  const AttentionGrad& g;
+  int64_t b, h;
+  NextPart next;
+  bool ahead;      // there is a next head
+  bool value_too;  // its values are asked for beside grad_query
+  const S *query, *key, *value, *grad_out;
+
+  ShortHead(const Attention& attention, const AttentionGrad& grad, int64_t batch, int64_t head,
+            int64_t together)
+      : a(attention), g(grad), b(batch), h(head) {
+    const LaterHead later(a, b, h, together);
+    next = together > 1 ? NextPart{later.batch, later.head, 0} : next_head(a, g, b, h);
+    ahead = next.batch < a.batch;
+    value_too = g.grad_query.data && a.queries > kWidthGroup && a.value.row == a.key.row;
+    query = row_of<K>(a.query, b, h, 0);
+    key = row_of<K>(a.key, b, h, 0);
+    value = row_of<K>(a.value, b, h, 0);
+    grad_out = row_of<K>(g.grad_out, b, h, 0);
   }
+
+  [[gnu::always_inline]] void ask(bool beside, const Rows& t, int64_t count,
+                                  int64_t columns) const {
+    if (ahead && !beside) ask_for<K>(t, next.batch, next.kv_head, count, columns);
+  }
+  // What no product asks for beside the rows that it reads.
+  [[gnu::always_inline]] void ask_next(bool out_too) const {
+    ask(g.grad_key.data, a.query, a.queries, a.head_dim);
+    ask(g.grad_query.data, a.key, a.keys, a.head_dim);
+    if (!g.grad_out.data) return;
+    ask(g.grad_value.data, g.grad_out, a.queries, a.value_dim);
+    ask(value_too, a.value, a.keys, a.value_dim);
+    ask(!out_too, a.out, a.queries, a.value_dim);
+  }
+  int64_t to_next(const Rows& t, const void* here) const {
+    return ahead ? bytes_to<K>(t, next.batch, next.kv_head, 0, here) : 0;
+  }
+  WidthRows<K> read(const S* data, const Rows& t, int64_t count, int64_t columns) const {
+    return {data, t.row, count, columns, to_next(t, data)};
+  }
+  bool finite() const {
+    return all_finite<K>(query, a.query.row, a.queries, a.head_dim) &&
+           all_finite<K>(key, a.key.row, a.keys, a.head_dim) &&
+           (!g.grad_out.data || all_finite<K>(grad_out, g.grad_out.row, a.queries, a.value_dim));
+  }
+};
+
+// S and dP of the heads in w.p and w.ds, and what they see.
+template <class K>
+SeenByHeads short_products(const Attention& a, const AttentionGrad& g, Heads heads,
+                           BackwardScratch<K>& w) {
+  using S = typename K::S;
+  const int64_t rows = a.queries, keys = a.keys;
   const auto in_place = [&](const S* from, const Rows& t, int64_t columns, typename K::Unit* to) {
     if constexpr (K::kInPlace)
       return Operand{(const char*)from, t.row * (int64_t)sizeof(S), sizeof(S)};
     else
       return rows_operand<K>(from, t.row, keys, columns, to);
   };
-  const Visibility visible =
-      gradient_tile<K>(a, g, b, h, 0, rows, 0, keys, in_place(key, a.key, d, w.keys_in),
-                       in_place(value, a.value, dv, w.values_in), w);
-  if (visible == Visibility::kEmpty) {
-    zero_rows<K>(g.grad_query, b, h, 0, rows, d);
-    zero_rows<K>(g.grad_key, b, h, 0, keys, d);
-    zero_rows<K>(g.grad_value, b, h, 0, keys, dv);
-    return true;
-  }
-  const bool dirty =
-      visible == Visibility::kPartial &&
-      !(all_finite<K>(query, a.query.row, rows, d) && all_finite<K>(key, a.key.row, keys, d) &&
-        (!grads || all_finite<K>(grad_out, g.grad_out.row, rows, dv)));
-  const auto to_next = [&](const Rows& t, const void* here) {
-    return ahead ? bytes_to<K>(t, next.batch, next.kv_head, 0, here) : 0;
-  };
-  const auto read = [&](const S* data, const Rows& t, int64_t count, int64_t columns) {
-    return WidthRows<K>{data, t.row, count, columns, to_next(t, data)};
-  };
+  SeenByHeads seen(keys, w.bits);
+  w.bands = nullptr;
+  w.paired = false;
+  for_heads<K>(a, heads, rows, [&](int64_t, int64_t b, int64_t h, int64_t lane) {
+    const ShortHead<K> head(a, g, b, h, heads.count);
+    load_queries<K>(a, g, b, h, 0, rows, w, K::kInPlace, lane);
+    head.ask_next(!w.whole);
+    Visibility visible = visibility_of<K>(a, b, h, 0, rows, 0, keys, w.head_bits);
+    if (visible != Visibility::kEmpty) {
+      if (heads.count == 1 && find_bands<K>(a, b, 0, rows, 0, keys, w.bands_storage))
+        w.bands = w.bands_storage;
+      visible = gradient_products<K>(
+          a, g, b, h, 0, rows, 0, keys, in_place(head.key, a.key, a.head_dim, w.keys_in),
+          in_place(head.value, a.value, a.value_dim, w.values_in), visible, lane, w.head_bits, w);
+    }
+    seen.add(visible, w.head_bits, rows, lane);
+  });
+  return seen;
+}
+
+// The gradients of one head, from Z and dS in the lanes of w.p and w.ds from `lane` on, which carry
+// their factors. `dirty`: the operands are not finite, and some pairs are hidden.
+template <class K>
+void write_short_head(const ShortHead<K>& head, int64_t lane, bool dirty, BackwardScratch<K>& w) {
+  using T = typename K::T;
+  const Attention& a = head.a;
+  const AttentionGrad& g = head.g;
+  const int64_t rows = a.queries, keys = a.keys, d = a.head_dim, dv = a.value_dim;
+  // Bit r or n of what a row or a key has: along t, the rows of the tile are keys.
+  for (int64_t n = 0; dirty && n < keys; n++) w.head_bits[n] = w.bits[n] >> lane;
   const auto write = [&]<Contiguous kA>(const WidthRows<K>& x, int64_t count, const T* weights,
                                         const Rows& t) __attribute__((always_inline)) {
-    S* to = row_of<K>(t, b, h, 0);
+    typename K::S* to = row_of<K>(t, head.b, head.h, 0);
     if (dirty)
-      width_selected<K, kA>(x, count, weights, w.bits, to, t.row, w.extra);
+      width_selected<K, kA>(x, count, weights, w.head_bits, to, t.row, w.extra);
     else
-      width_rows<K, kA>(x, count, weights, to, t.row, to_next(t, to));
+      width_rows<K, kA>(x, count, weights, to, t.row, head.to_next(t, to));
   };
-  if (w.whole)  // a bias that is constant along the keys wants it
-    for (int64_t r = 0; r < rows; r += K::kLanes)
-      store_up_to<X>((T*)g.delta + (b * a.heads + h) * rows + r, X::load(w.shift + r), rows - r);
-  if (g.grad_bias.data && !g.adds_bias && bias_is_dense(a, g.grad_bias)) {
-    for (int64_t r = 0; r < kRow; r++) w.one[r] = 1;
-    store_bias_tile<K>(a, g, b, h, 0, rows, 0, keys, w.one, w.ds);
-  }
-  if (g.adds_bias) add_bias_tile<K>(g, b, h, 0, rows, 0, keys, w.ds);
-  if (g.grad_value.data) {
-    scale_tile<K>((T)a.dropout.keep_scale, keys, vectors_of<K>(rows), w.p);
-    write.template operator()<Contiguous::kAlongT>(read(grad_out, g.grad_out, rows, dv), keys, w.p,
-                                                   g.grad_value);
-  }
-  scale_tile<K>((T)a.scale, keys, vectors_of<K>(rows), w.ds);
+  if (g.grad_value.data)
+    write.template operator()<Contiguous::kAlongT>(head.read(head.grad_out, g.grad_out, rows, dv),
+                                                   keys, w.p + lane, g.grad_value);
   if (g.grad_key.data)
-    write.template operator()<Contiguous::kAlongT>(read(query, a.query, rows, d), keys, w.ds,
-                                                   g.grad_key);
+    write.template operator()<Contiguous::kAlongT>(head.read(head.query, a.query, rows, d), keys,
+                                                   w.ds + lane, g.grad_key);
   if (g.grad_query.data) {
-    WidthRows<K> x = read(key, a.key, keys, d);
-    if (value_too) x.then = to_next(a.value, key);
-    write.template operator()<Contiguous::kAlongM>(x, rows, w.ds, g.grad_query);
+    WidthRows<K> x = head.read(head.key, a.key, keys, d);
+    if (head.value_too) x.then = head.to_next(a.value, head.key);
+    write.template operator()<Contiguous::kAlongM>(x, rows, w.ds + lane, g.grad_query);
   }
-  return true;
+}
+
+template <class K>
+void backward_one_tile(const Attention& a, const AttentionGrad& g, Heads heads,
+                       BackwardScratch<K>& w) {
+  using T = typename K::T;
+  using X = typename K::X;
+  const int64_t rows = a.queries, keys = a.keys, vectors = heads.count * vectors_of<K>(rows);
+  const SeenByHeads seen = short_products<K>(a, g, heads, w);
+  if (!seen.any()) {
+    for_heads<K>(a, heads, rows, [&](int64_t, int64_t b, int64_t h, int64_t) {
+      zero_rows<K>(g.grad_query, b, h, 0, rows, a.head_dim);
+      zero_rows<K>(g.grad_key, b, h, 0, keys, a.head_dim);
+      zero_rows<K>(g.grad_value, b, h, 0, keys, a.value_dim);
+    });
+    return;
+  }
+  if (a.dropout.seed) drop_heads<K>(a, heads, 0, rows, w.head_bits, w.keep);
+  gradient_pairs<K>(a, vectors, keys, seen.partial(), w);
+  const bool dense = g.grad_bias.data && !g.adds_bias && bias_is_dense(a, g.grad_bias);
+  for (int64_t r = 0; dense && r < kRow; r++) w.one[r] = 1;
+  for_heads<K>(a, heads, rows, [&](int64_t i, int64_t b, int64_t h, int64_t lane) {
+    if (w.whole)  // a bias that is constant along the keys wants it
+      for (int64_t r = 0; r < rows; r += K::kLanes)
+        store_up_to<X>((T*)g.delta + (heads.first + i) * rows + r, X::load(w.shift + lane + r),
+                       rows - r);
+    if (dense) store_bias_tile<K>(a, g, b, h, 0, rows, 0, keys, w.one, w.ds + lane);
+    if (g.adds_bias) add_bias_tile<K>(g, b, h, 0, rows, 0, keys, w.ds + lane);
+  });
+  if (g.grad_value.data) scale_tile<K>((T)a.dropout.keep_scale, keys, vectors, w.p);
+  scale_tile<K>((T)a.scale, keys, vectors, w.ds);
+  for_heads<K>(a, heads, rows, [&](int64_t, int64_t b, int64_t h, int64_t lane) {
+    const ShortHead<K> head(a, g, b, h, heads.count);
+    write_short_head<K>(head, lane, seen.partial() && !head.finite(), w);
+  });
+}
+
+template <class K>
+void backward_short(const Attention& a, const AttentionGrad& g, Heads heads, void* scratch) {
+  [[maybe_unused]] const typename K::Dot::Session session;
+  Arena arena{(char*)scratch};
+  BackwardScratch<K> w(a, arena);
+  w.whole = g.all_keys && a.lse_low && !g.grad_weights.data;
+  bool uniform = false;  // then it takes more than one product
+  for_heads<K>(a, heads, a.queries, [&](int64_t, int64_t b, int64_t h, int64_t) {
+    uniform = uniform || (a.uniform_empty_rows && any_empty_row<K>(a, b, h));
+  });
+  for_heads<K>(a, heads, a.queries, [&](int64_t, int64_t b, int64_t h, int64_t) {
+    if (uniform)
+      backward<K>(a, g, b, h, {0, grad_ranges(a).count, false}, nullptr, scratch);
+    else if (!w.whole && !g.grad_weights.data)
+      delta<K>(a, g, b, h, 0);
+  });
+  if (!uniform) backward_one_tile<K>(a, g, heads, w);
+}
+
+template <class K>
+void backward_heads(const Attention& a, const AttentionGrad& g, int64_t first, int64_t count,
+                    void* scratch) {
+  backward_short<K>(a, g, {first, count}, scratch);
 }
 
 template <class K>
 void backward_any(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv, KeyPart part,
                   void* sums, void* scratch) {
-  [[maybe_unused]] const typename K::Dot::Session session;
   const BackwardKernel kernel = backward_kernel(a, g, K::kLimits);
+  if (kernel == BackwardKernel::kOneTile)
+    return backward_short<K>(a, g, {b * a.heads + kv, 1}, scratch);
+  [[maybe_unused]] const typename K::Dot::Session session;
   if (kernel == BackwardKernel::kFew) return backward_few<K>(a, g, b, kv, part, sums, scratch);
-  if (kernel == BackwardKernel::kOneTile) {
-    Arena arena{(char*)scratch};
-    BackwardScratch<K> w(a, arena);
-    w.whole = g.all_keys && a.lse_low && !g.grad_weights.data;
-    if (!w.whole && !g.grad_weights.data) delta<K>(a, g, b, kv, 0);
-    if (backward_one_tile<K>(a, g, b, kv, w)) return;
-    if (w.whole) delta<K>(a, g, b, kv, 0);
-  }
   backward<K>(a, g, b, kv, part, sums, scratch);
 }
 

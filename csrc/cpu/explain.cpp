@@ -65,17 +65,20 @@ Pass forward(const Attention& a) {
       pass.why.push_back(text(queries, ", at most ", few_queries(a),
                               ": a tile has the rows of the heads that share K and V, ",
                               plan.together, " at most"));
-      if (plan.kv_heads > 1)
-        pass.why.push_back(text("a task takes ", plan.kv_heads,
+      if (plan.heads > 1)
+        pass.why.push_back(text("a task takes ", plan.heads,
                                 " heads of keys and values, which lie side by side, ", kFewKeys,
                                 " keys at a time"));
-      if (few_in_order(a, plan.kv_heads, a.heads / a.kv_heads * a.queries))
+      if (few_in_order(a, plan.heads, a.heads / a.kv_heads * a.queries))
         pass.why.push_back("one row over keys and values that follow one another: read in order");
       break;
     case ForwardKernel::kOneTile:
       pass.kernel = "one tile";
       pass.why.push_back(text("the keys, ", a.keys, ", fit into one tile of ", kTile,
                               ": nothing is rescaled, K and V are read in place"));
+      if (plan.heads > 1)
+        pass.why.push_back(text("a task takes ", plan.heads, " heads, whose ", queries,
+                                " lie side by side in a tile"));
       break;
     case ForwardKernel::kTiled:
       pass.kernel = "tiled";
@@ -154,7 +157,10 @@ Pass backward(const Attention& a, const AttentionGrad& g) {
       break;
   }
   set_ranges(pass, plan.ranges, "their number alone");
-  if (!plan.apart)
+  if (plan.side_by_side > 1)
+    pass.why.push_back(text("a task takes ", plan.side_by_side,
+                            " heads, whose queries lie side by side in a tile"));
+  else if (!plan.apart)
     pass.why.push_back(
         plan.turns() > 1 ? text("a task is ", plan.turns(), " key/value heads, one after the other")
                          : std::string("a task is a key/value head"));
@@ -167,6 +173,7 @@ Pass backward(const Attention& a, const AttentionGrad& g) {
   if (plan.apart && plan.head_bytes)
     pass.memory.emplace_back("sums of grad_query", plan.wave * plan.head_bytes);
   pass.tasks = pass.tasks / max_of(1, plan.wave) * plan.heads;
+  if (plan.side_by_side > 1) pass.tasks = ceil_div(plan.heads, plan.side_by_side);
   explain_bias(pass, a, g.grad_bias, /*first_order=*/true,
                kernels_for(a).backward_scratch_bytes(a));
   return pass;

@@ -57,7 +57,7 @@ struct ForwardScratch {
   QueryBlock<K> blocks[kGroup];
   Unit *key, *value, *pairs;
   T *s, *top, *extra;
-  uint64_t *bits, *keep;
+  uint64_t *bits, *keep, *head_bits;
   typename K::S* clean;
   char* sums;  // states of the blocks over the ranges of keys that are done
   Range bands[kMostBands];
@@ -81,6 +81,7 @@ struct ForwardScratch {
         kRow);
     bits = arena.take<uint64_t>(kTile);
     keep = arena.take<uint64_t>(kTile);
+    head_bits = arena.take<uint64_t>(kTile);
     clean = arena.take<typename K::S>(kTile * a.value_dim);
     sums =
         arena.take<char>(forward_ranges(a).count > 1

@@ -8,10 +8,11 @@ template <class K>
 struct GradScratch {
   using T = typename K::T;
   using Unit = typename K::Unit;
-  Unit *query, *grad_out;  // lanes, for the scores
+  Unit *query, *grad_out;                   // lanes, for the scores
+  LaneRows<K> query_lanes, grad_out_lanes;  // these, or the rows in place of them
   T *p, *ds, *extra;
   T *high, *low, *shift;  // of each query: exp subtracts lse = high + low, dP its delta
-  uint64_t *bits, *keep;
+  uint64_t *bits, *keep, *head_bits;
   Range bands_storage[kMostBands];
   const Range* bands;  // of the tile, or nullptr
   Ahead ahead{longest_asked<K>()};
@@ -26,6 +27,8 @@ struct GradScratch {
   GradScratch(const Attention& a, Arena& arena) {
     query = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);
     grad_out = arena.take<Unit>(units_of<K>(a.value_dim) * kRow);
+    query_lanes = query;
+    grad_out_lanes = grad_out;
     p = arena.take<T>(kTile * kRow);
     ds = arena.take<T>(kTile * kRow);
     extra = arena.take<T>(kTile * kRow);
@@ -34,6 +37,7 @@ struct GradScratch {
     shift = arena.take<T>(kRow);
     bits = arena.take<uint64_t>(kTile);
     keep = arena.take<uint64_t>(kTile);
+    head_bits = arena.take<uint64_t>(kTile);
   }
 };
 
@@ -69,19 +73,28 @@ void delta(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int
   }
 }
 
-// Packs one block of queries: Q and dO as lanes, and what is subtracted from S and dP.
+// Packs one block of queries: Q and dO as lanes, or, with `in_rows`, where takes_rows allows it, as
+// they are; and what is subtracted from S and dP, from `lane` on.
 template <class K>
 void load_queries(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t q0,
-                  int64_t rows, GradScratch<K>& w) {
-  row_levels<K>(a, b, h, q0, rows, w.high, w.low);
+                  int64_t rows, GradScratch<K>& w, bool in_rows = false, int64_t lane = 0) {
+  row_levels<K>(a, b, h, q0, rows, w.high + lane, w.low + lane);
   const typename K::T* shift = (const typename K::T*)(w.whole ? g.grad_lse : g.delta);
   if (shift) shift += (b * a.heads + h) * a.queries + q0;
   using X = typename K::X;
-  for (int64_t r = 0; r < kRow; r += K::kLanes)
-    X::store(w.shift + r, shift && r < rows ? load_up_to<X>(shift + r, rows - r) : X::zero());
-  pack_query<K>(a, b, h, q0, rows, w.query);
-  if (g.grad_out.data)
-    pack_lanes<K>(row_of<K>(g.grad_out, b, h, q0), g.grad_out.row, rows, a.value_dim, w.grad_out);
+  for (int64_t r = 0; r < rows; r += K::kLanes)
+    X::store(w.shift + lane + r, shift ? load_up_to<X>(shift + r, rows - r) : X::zero());
+  w.query_lanes = w.query;
+  w.grad_out_lanes = w.grad_out;
+  const typename K::S* const grad_out = row_of<K>(g.grad_out, b, h, q0);
+  if (in_rows && takes_rows<K>(rows, a.keys, a.head_dim))
+    w.query_lanes = {row_of<K>(a.query, b, h, q0), a.query.row, (typename K::T)a.scale};
+  else
+    pack_query<K>(a, b, h, q0, rows, w.query);
+  if (in_rows && takes_rows<K>(rows, a.keys, a.value_dim))
+    w.grad_out_lanes = {grad_out, g.grad_out.row, 1};
+  else if (g.grad_out.data)
+    pack_lanes<K>(grad_out, g.grad_out.row, rows, a.value_dim, w.grad_out);
 }
 
 // What belongs to the queries of a vector.
@@ -165,48 +178,64 @@ void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScra
   if (!kPaired && n < seen.end) keys.template operator()<1>(n);
 }
 
-// The same for one vector of queries whose delta is not known yet: first w.p = P and w.ds = dP. A
-// dropped pair counts as in O, so what is not finite there reaches its row.
-template <class K, bool kDropout, bool kPartial>
+// The same for queries whose delta is not known yet: first w.p = P and w.ds = dP. A dropped pair
+// counts as in O, so what is not finite there reaches its row.
+template <class K, bool kDropout, bool kPartial, int kVectors>
 void gradient_whole(int64_t lane, Range seen, typename K::T keep_scale, GradScratch<K>& w) {
   using X = typename K::X;
   using V = typename X::V;
-  const V high = X::load(w.high + lane), low = X::load(w.low + lane), kept = X::set(keep_scale);
+  const V kept = X::set(keep_scale);
   typename K::T *const p = w.p + lane, *const ds = w.ds + lane;
-  V delta = X::sub(X::zero(), X::load(w.shift + lane));
+  V high[kVectors], low[kVectors], delta[kVectors];
+#pragma GCC unroll 4
+  for (int i = 0; i < kVectors; i++) {
+    const int64_t at = lane + i * K::kLanes;
+    high[i] = X::load(w.high + at);
+    low[i] = X::load(w.low + at);
+    delta[i] = X::sub(X::zero(), X::load(w.shift + at));
+  }
   const auto keys = [&]<int kKeys>(int64_t n) __attribute__((always_inline)) {
-    V weight[kKeys];
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; i++) {
+      const int at = i * K::kLanes;
+      V weight[kKeys];
 #pragma GCC unroll 2
-    for (int k = 0; k < kKeys; k++)
-      weight[k] = X::sub(X::sub(X::load(p + (n + k) * kRow), high), low);
-    exp_each<X, kKeys>(weight);
+      for (int k = 0; k < kKeys; k++)
+        weight[k] = X::sub(X::sub(X::load(p + (n + k) * kRow + at), high[i]), low[i]);
+      exp_each<X, kKeys>(weight);
 #pragma GCC unroll 2
-    for (int k = 0; k < kKeys; k++) {
-      V grad = X::load(ds + (n + k) * kRow);
-      if constexpr (kDropout)
-        grad = X::mul(X::select(X::mask(w.keep[n + k] >> lane), kept, X::zero()), grad);
-      if constexpr (kPartial) {
-        const typename X::M visible = X::mask(w.bits[n + k] >> lane);
-        weight[k] = X::select(visible, weight[k], X::zero());
-        grad = X::select(visible, grad, X::zero());
+      for (int k = 0; k < kKeys; k++) {
+        V grad = X::load(ds + (n + k) * kRow + at);
+        if constexpr (kDropout)
+          grad = X::mul(X::select(X::mask(w.keep[n + k] >> (lane + at)), kept, X::zero()), grad);
+        if constexpr (kPartial) {
+          const typename X::M visible = X::mask(w.bits[n + k] >> (lane + at));
+          weight[k] = X::select(visible, weight[k], X::zero());
+          grad = X::select(visible, grad, X::zero());
+        }
+        X::store(p + (n + k) * kRow + at, weight[k]);
+        X::store(ds + (n + k) * kRow + at, grad);
+        delta[i] = X::fma(weight[k], grad, delta[i]);
       }
-      X::store(p + (n + k) * kRow, weight[k]);
-      X::store(ds + (n + k) * kRow, grad);
-      delta = X::fma(weight[k], grad, delta);
     }
   };
   int64_t n = seen.begin;
   for (; n + 2 <= seen.end; n += 2) keys.template operator()<2>(n);
   if (n < seen.end) keys.template operator()<1>(n);
-  X::store(w.shift + lane, delta);
-  for (int64_t n = seen.begin; n < seen.end; n++) {
-    const V weight = X::load(p + n * kRow);
-    V grad = X::mul(weight, X::sub(X::load(ds + n * kRow), delta));
-    if constexpr (kPartial) grad = X::select(X::mask(w.bits[n] >> lane), grad, X::zero());
-    X::store(ds + n * kRow, grad);
-    if constexpr (kDropout)
-      X::store(p + n * kRow, X::select(X::mask(w.keep[n] >> lane), weight, X::zero()));
-  }
+#pragma GCC unroll 4
+  for (int i = 0; i < kVectors; i++) X::store(w.shift + lane + i * K::kLanes, delta[i]);
+  for (int64_t n = seen.begin; n < seen.end; n++)
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; i++) {
+      const int at = i * K::kLanes;
+      const V weight = X::load(p + n * kRow + at);
+      V grad = X::mul(weight, X::sub(X::load(ds + n * kRow + at), delta[i]));
+      if constexpr (kPartial) grad = X::select(X::mask(w.bits[n] >> (lane + at)), grad, X::zero());
+      X::store(ds + n * kRow + at, grad);
+      if constexpr (kDropout)
+        X::store(p + n * kRow + at,
+                 X::select(X::mask(w.keep[n] >> (lane + at)), weight, X::zero()));
+    }
 }
 
 template <class K, bool kDropout, bool kPartial>
@@ -229,21 +258,48 @@ void gradient_rows(int64_t vectors, int64_t keys, double keep_scale, GradScratch
   };
   for_bands<K>(w.bands, keys, vectors, [&](Range seen, int64_t first, int64_t count) {
     int64_t i = first;
-    for (; w.whole && i < first + count; i++)
-      gradient_whole<K, kDropout, kPartial>(i * K::kLanes, seen, (typename K::T)keep_scale, w);
-    for (; i + kMost <= first + count; i += kMost)
-      gradient_lanes<K, kDropout, kPartial, false, kMost>(i * K::kLanes, seen,
-                                                          (typename K::T)keep_scale, w);
-    for (; i < first + count; i++)
-      gradient_lanes<K, kDropout, kPartial, false, 1>(i * K::kLanes, seen,
-                                                      (typename K::T)keep_scale, w);
+    const auto some = [&]<int kVectors>() {
+      const auto run = w.whole ? gradient_whole<K, kDropout, kPartial, kVectors>
+                               : gradient_lanes<K, kDropout, kPartial, false, kVectors>;
+      for (; i + kVectors <= first + count; i += kVectors)
+        run(i * K::kLanes, seen, (typename K::T)keep_scale, w);
+    };
+    some.template operator()<kMost>();
+    some.template operator()<1>();
     zero({0, seen.begin}, first * K::kLanes, count);
     zero({seen.end, keys}, first * K::kLanes, count);
   });
 }
 
-// w.p = Z (without the factor of dropout), w.ds = dS of one tile, or these in pairs; hidden pairs
-// are 0, whatever they hold.
+// S and dP of a tile that is not empty, in the lanes of w.p and w.ds from `lane` on, of w.bands.
+template <class K>
+Visibility gradient_products(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
+                             int64_t q0, int64_t rows, int64_t k0, int64_t keys,
+                             const Operand& key_rows, const Operand& value_rows, Visibility visible,
+                             int64_t lane, uint64_t* bits, GradScratch<K>& w) {
+  visible = scores<K>(a, b, h, q0, rows, k0, keys, w.query_lanes, key_rows, visible, bits,
+                      w.p + lane, w.extra, &w.ahead, w.bands);
+  if (g.grad_weights.data)
+    load_pairs<K, typename K::S>(g.grad_weights, b, h, q0, rows, k0, keys, w.ds + lane);
+  else
+    score_product_bands<K>(w.bands, value_rows, keys, a.value_dim, w.grad_out_lanes, rows,
+                           w.ds + lane, &w.ahead);
+  return visible;
+}
+
+// w.p = Z (without the factor of dropout) and w.ds = dS from S and dP, or these in pairs; hidden
+// pairs, where there are `partial` ones, are 0, whatever they hold.
+template <class K>
+void gradient_pairs(const Attention& a, int64_t vectors, int64_t keys, bool partial,
+                    GradScratch<K>& w) {
+  const bool dropout = a.dropout.seed != nullptr;
+  const auto run = dropout ? partial ? gradient_rows<K, true, true> : gradient_rows<K, true, false>
+                   : partial ? gradient_rows<K, false, true>
+                             : gradient_rows<K, false, false>;
+  run(vectors, keys, a.dropout.keep_scale, w);
+}
+
+// Both for one tile of a head.
 template <class K>
 Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
                          int64_t q0, int64_t rows, int64_t k0, int64_t keys,
@@ -251,26 +307,12 @@ Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, 
   Visibility visible = visibility_of<K>(a, b, h, q0, rows, k0, keys, w.bits);
   if (visible == Visibility::kEmpty) return visible;
   w.bands = find_bands<K>(a, b, q0, rows, k0, keys, w.bands_storage) ? w.bands_storage : nullptr;
-  visible = scores<K>(a, b, h, q0, rows, k0, keys, w.query, key_rows, visible, w.bits, w.p, w.extra,
-                      &w.ahead, w.bands);
-  const int64_t vectors = vectors_of<K>(rows);
-  if (g.grad_weights.data)
-    load_pairs<K, typename K::S>(g.grad_weights, b, h, q0, rows, k0, keys, w.ds);
-  else
-    score_product_bands<K>(w.bands, value_rows, keys, a.value_dim, w.grad_out, rows, w.ds,
-                           &w.ahead);
-  const bool partial = visible == Visibility::kPartial, dropout = a.dropout.seed != nullptr;
-  if (dropout) dropout_tile<K>(a, b, h, q0, rows, k0, keys, w.keep);
-  const double keep_scale = a.dropout.keep_scale;
+  visible = gradient_products<K>(a, g, b, h, q0, rows, k0, keys, key_rows, value_rows, visible, 0,
+                                 w.bits, w);
+  if (a.dropout.seed) dropout_tile<K>(a, b, h, q0, rows, k0, keys, w.keep);
+  const bool partial = visible == Visibility::kPartial;
   w.paired = w.p_queries && !partial && !w.bands && rows == kTile && keys == kTile;
-  if (dropout && partial)
-    gradient_rows<K, true, true>(vectors, keys, keep_scale, w);
-  else if (dropout)
-    gradient_rows<K, true, false>(vectors, keys, keep_scale, w);
-  else if (partial)
-    gradient_rows<K, false, true>(vectors, keys, keep_scale, w);
-  else
-    gradient_rows<K, false, false>(vectors, keys, keep_scale, w);
+  gradient_pairs<K>(a, vectors_of<K>(rows), keys, partial, w);
   return visible;
 }
 

@@ -87,6 +87,18 @@ void run_heads(const GradProblem& p, const BackwardPlan& plan,
       p.kernels.backward(p.groups[place.group], shares[place.share][place.group], place.batch,
                          place.kv_head, part, sums, scratch);
   };
+  if (plan.side_by_side > 1) {
+    const int64_t together = plan.side_by_side, group_heads = a.batch * a.heads;
+    const int64_t group_tasks = ceil_div(group_heads, together);
+    TaskPlan tasks = plan_heads(plan, plan.heads);
+    tasks.tasks = p.count * group_tasks;
+    for_each_task(tasks, [&](int64_t task, void* scratch) {
+      const int64_t group = task / group_tasks, first = task % group_tasks * together;
+      p.kernels.backward_heads(p.groups[group], p.grads[group], first,
+                               std::min(together, group_heads - first), scratch);
+    });
+    return;
+  }
   if (!plan.apart) {
     TaskPlan tasks = plan_heads(plan, plan.heads);
     // One thread goes head after head, as they lie in memory, and not turn after turn of a head.

@@ -164,6 +164,8 @@ struct MultiplyTiles : PairUnits<16> {
 }  // namespace
 }  // namespace mha_ext::cpu
 
+#include "lane_rows-inl.h"
+//
 #include "scores-inl.h"
 //
 #include "softmax-inl.h"
@@ -179,6 +181,8 @@ struct MultiplyTiles : PairUnits<16> {
 #include "weights-inl.h"
 //
 #include "few-inl.h"
+//
+#include "heads-inl.h"
 //
 #include "one-tile-inl.h"
 //

@@ -20,6 +20,8 @@ TARGET_BEGIN("avx2,fma,f16c,bmi,bmi2")
 //
 #include "bands-inl.h"
 //
+#include "lane_rows-inl.h"
+//
 #include "scores-inl.h"
 //
 #include "softmax-inl.h"
@@ -35,6 +37,8 @@ TARGET_BEGIN("avx2,fma,f16c,bmi,bmi2")
 #include "weights-inl.h"
 //
 #include "few-inl.h"
+//
+#include "heads-inl.h"
 //
 #include "one-tile-inl.h"
 //

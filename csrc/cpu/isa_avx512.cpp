@@ -27,6 +27,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 //
 #include "bands-inl.h"
 //
+#include "lane_rows-inl.h"
+//
 #include "scores-inl.h"
 //
 #include "softmax-inl.h"
@@ -42,6 +44,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 #include "weights-inl.h"
 //
 #include "few-inl.h"
+//
+#include "heads-inl.h"
 //
 #include "one-tile-inl.h"
 //

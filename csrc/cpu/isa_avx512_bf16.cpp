@@ -63,6 +63,8 @@ struct MultiplyPairs : PairUnits<1> {
 }  // namespace
 }  // namespace mha_ext::cpu
 
+#include "lane_rows-inl.h"
+//
 #include "scores-inl.h"
 //
 #include "softmax-inl.h"
@@ -78,6 +80,8 @@ struct MultiplyPairs : PairUnits<1> {
 #include "weights-inl.h"
 //
 #include "few-inl.h"
+//
+#include "heads-inl.h"
 //
 #include "one-tile-inl.h"
 //

@@ -16,6 +16,8 @@
 //
 #include "bands-inl.h"
 //
+#include "lane_rows-inl.h"
+//
 #include "scores-inl.h"
 //
 #include "softmax-inl.h"
@@ -31,6 +33,8 @@
 #include "weights-inl.h"
 //
 #include "few-inl.h"
+//
+#include "heads-inl.h"
 //
 #include "one-tile-inl.h"
 //

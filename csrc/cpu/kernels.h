@@ -65,6 +65,7 @@ constexpr int64_t kEveryRange = -1;
 struct KernelLimits {
   int64_t few_queries;       // over more keys than a tile has; over fewer, kFewest
   int64_t one_tile_queries;  // over no more keys than a tile has
+  int64_t lanes;             // of a vector
 };
 // Where queries are few, the rows of all heads that share K and V are taken together, so many at
 // most; by forward in smaller parts, down to kFewPart, where that leaves threads without a task.
@@ -97,6 +98,14 @@ HOST_DEVICE bool fits_one_tile(const Attention& a, const KernelLimits& limits) {
 HOST_DEVICE ForwardKernel forward_kernel(const Attention& a, const KernelLimits& limits) {
   if (has_few_queries(a, limits) && a.heads > 0) return ForwardKernel::kFew;
   return fits_one_tile(a, limits) ? ForwardKernel::kOneTile : ForwardKernel::kTiled;
+}
+
+// How many short heads a call of one tile takes at most: as many as have room for their queries in
+// the lanes of a tile, whole vectors each, and for their pairs in the nearest cache.
+HOST_DEVICE int64_t heads_together(const Attention& a, const KernelLimits& limits) {
+  constexpr int64_t kPairs = 2048;
+  const int64_t lanes = ceil_div(max_of(1, a.queries), limits.lanes) * limits.lanes;
+  return max_of(1, min_of(kTile, kPairs / max_of(1, a.keys)) / lanes);
 }
 
 // kFew: so few rows share K and V that one call takes all of them.
@@ -185,6 +194,9 @@ struct TypeKernels {
   // For one of forward_ranges (rows <= 64): its state, into states[range], each of state_bytes.
   void (*forward)(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t range,
                   void* states, void* scratch);
+  // The same for heads [first, first + count), numbered b * heads + h, all of their queries: as
+  // many as heads_together says at most, where kOneTile takes them.
+  void (*forward_heads)(const Attention& a, int64_t first, int64_t count, void* scratch);
   // out, lse and lse_low from the states of all ranges, which are overwritten: the same to the bit
   // as forward with kEveryRange.
   void (*merge)(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, void* states,
@@ -203,6 +215,10 @@ struct TypeKernels {
   // each; not needed where one part has all ranges. Writes delta where is_whole_head says so.
   void (*backward)(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv_head,
                    KeyPart part, void* sums, void* scratch);
+  // The same for heads [first, first + count), numbered b * heads + h, as many as heads_together
+  // says at most, where kOneTile takes them.
+  void (*backward_heads)(const Attention& a, const AttentionGrad& g, int64_t first, int64_t count,
+                         void* scratch);
   // grad_query of 64 queries from the sums [ranges][blocks] of head h. A sum is as `backward` has
   // left it: [head_dim][64], or [queries][few_width] where it takes few.
   void (*add_sums)(const Attention& a, const AttentionGrad& g, void* sums, int64_t b, int64_t h,

@@ -16,98 +16,122 @@ void scale_lanes(const typename K::T* factor, int64_t keys, int64_t vectors, typ
   }
 }
 
-// P of a block of queries, dropped, in w.s, and lse. Whether some pairs are hidden; then w.bits
-// says which.
+// S of the heads, in w.s, and the largest of each query, where scores_are_product, in w.top.
+// Whether some pairs are hidden; then w.bits says which. prepare(b, h) is called before each head,
+// and returns its keys.
+template <class K, class Prepare>
+bool one_tile_scores(const Attention& a, Heads heads, QueryBlock<K>& q, ForwardScratch<K>& w,
+                     const Prepare& prepare) {
+  using T = typename K::T;
+  T* const top = scores_are_product<K>(a, nullptr) ? w.top : nullptr;
+  SeenByHeads seen(a.keys, w.bits);
+  const bool in_rows = takes_rows<K>(q.rows, a.keys, a.head_dim);
+  const auto lanes = [&](int64_t b, int64_t h) {
+    if (in_rows) return LaneRows<K>(row_of<K>(a.query, b, h, q.q0), a.query.row, (T)a.scale);
+    pack_query<K>(a, b, h, q.q0, q.rows, q.query);
+    return LaneRows<K>(q.query);
+  };
+  for_heads<K>(a, heads, q.rows, [&](int64_t, int64_t b, int64_t h, int64_t lane) {
+    const Operand key_rows = prepare(b, h);
+    uint64_t* const bits = w.head_bits;
+    Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, 0, a.keys, bits);
+    if (visible != Visibility::kEmpty)
+      visible = scores<K>(a, b, h, q.q0, q.rows, 0, a.keys, lanes(b, h), key_rows, visible, bits,
+                          w.s + lane, w.extra, nullptr, nullptr, top ? top + lane : nullptr);
+    seen.add(visible, bits, q.rows, lane);
+  });
+  return seen.partial();
+}
+
+// P of the heads, dropped, in w.s, and lse.
 template <class K>
-bool one_tile_weights(const Attention& a, int64_t b, int64_t h, const Operand& key_rows,
-                      QueryBlock<K>& q, ForwardScratch<K>& w) {
+void one_tile_weights(const Attention& a, Heads heads, bool partial, QueryBlock<K>& q,
+                      ForwardScratch<K>& w) {
   using T = typename K::T;
   using X = typename K::X;
-  Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, 0, a.keys, w.bits);
-  if (visible == Visibility::kEmpty) {
-    for (int64_t n = 0; n < a.keys; n++) w.bits[n] = 0;
-    for (int64_t i = 0; i < a.keys * kRow; i++) w.s[i] = 0;
-    for (int64_t r = 0; r < q.vectors * K::kLanes; r++) {
-      q.m[r] = -(T)INFINITY;
-      q.l[r] = 0;
-    }
-  } else {
-    pack_query<K>(a, b, h, q.q0, q.rows, q.query);
-    T* const top = scores_are_product<K>(a, nullptr) ? w.top : nullptr;
-    visible = scores<K>(a, b, h, q.q0, q.rows, 0, a.keys, q.query, key_rows, visible, w.bits, w.s,
-                        w.extra, nullptr, nullptr, top);
-    const Seen seen{visible == Visibility::kPartial ? w.bits : nullptr};
-    softmax_one_tile<K>(a.keys, q.vectors, w.s, top, seen, q.m, q.l);
-  }
-  const int64_t at = (b * a.heads + h) * a.queries + q.q0;
+  const T* const top = scores_are_product<K>(a, nullptr) ? w.top : nullptr;
+  softmax_one_tile<K>(a.keys, q.vectors, w.s, top, Seen{partial ? w.bits : nullptr}, q.m, q.l);
+  const int64_t lanes = q.vectors * K::kLanes;
   T high[kRow], low[kRow];
-  // Logarithms are taken in doubles: in whole turns of the compiler's loop, of lanes that are set.
-  constexpr int64_t kTurn = X::kRegisters == 32 ? 16 : 4;
-  add_logs(min_of(round_up(q.rows, kTurn), q.vectors * K::kLanes), q.m, q.l, -(T)INFINITY, high,
-           low);
-  for (int64_t r = 0; r < q.rows; r += K::kLanes) {
-    store_up_to<X>((T*)a.lse + at + r, X::load(high + r), q.rows - r);
-    store_up_to<X>((T*)a.lse_low + at + r, X::load(low + r), q.rows - r);
-  }
+  add_logs(lanes, q.m, q.l, -(T)INFINITY, high, low);
+  uint64_t rows = 0;
+  for_heads<K>(a, heads, q.rows, [&](int64_t i, int64_t, int64_t, int64_t lane) {
+    const int64_t at = (heads.first + i) * a.queries + q.q0;
+    for (int64_t r = 0; r < q.rows; r += K::kLanes) {
+      store_up_to<X>((T*)a.lse + at + r, X::load(high + lane + r), q.rows - r);
+      store_up_to<X>((T*)a.lse_low + at + r, X::load(low + lane + r), q.rows - r);
+    }
+    rows |= first_bits(q.rows) << lane;
+  });
   uint64_t empty = 0;
-  for (int64_t i = 0; i < q.vectors * K::kLanes; i += K::kLanes)
+  for (int64_t i = 0; i < lanes; i += K::kLanes)
     empty |= X::bits(X::eq(X::load(q.l + i), X::zero())) << i;
-  empty &= first_bits(q.rows);
+  empty &= rows;
   if (empty && a.uniform_empty_rows) {  // P = 1 / Lk over all keys
     for (int64_t n = 0; n < a.keys; n++) {
-      w.bits[n] = visible == Visibility::kFull ? first_bits(q.rows) : w.bits[n] | empty;
-      for (int64_t i = 0; i < q.vectors; i++) {
-        T* p = w.s + n * kRow + i * K::kLanes;
-        X::store(
-            p, X::select(X::mask(empty >> (i * K::kLanes)), X::set((T)1 / (T)a.keys), X::load(p)));
+      w.bits[n] = partial ? w.bits[n] | empty : rows;
+      for (int64_t i = 0; i < lanes; i += K::kLanes) {
+        T* p = w.s + n * kRow + i;
+        X::store(p, X::select(X::mask(empty >> i), X::set((T)1 / (T)a.keys), X::load(p)));
       }
     }
   }
   for (uint64_t left = empty; left; left &= left - 1) q.l[__builtin_ctzll(left)] = 1;
   if (a.dropout.seed) {
-    dropout_tile<K>(a, b, h, q.q0, q.rows, 0, a.keys, w.keep);
+    drop_heads<K>(a, heads, q.q0, q.rows, w.head_bits, w.keep);
     select_tile<K>(w.keep, a.keys, q.vectors, 0, w.s);
   }
   const T kept = (T)a.dropout.keep_scale;
-  for (int64_t r = 0; r < q.vectors * K::kLanes; r++) q.l[r] = kept / q.l[r];
+  for (int64_t r = 0; r < lanes; r++) q.l[r] = kept / q.l[r];
   scale_lanes<K>(q.l, a.keys, q.vectors, w.s);
-  return visible != Visibility::kFull;
 }
 
 template <class K>
-void forward_one_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
+void forward_one_tile(const Attention& a, Heads heads, int64_t q0, int64_t rows,
                       ForwardScratch<K>& w) {
-  const int64_t kv = kv_head(a, h), keys = a.keys, columns = a.value_dim;
-  const typename K::S *key = row_of<K>(a.key, b, kv, 0), *value = row_of<K>(a.value, b, kv, 0);
-  Operand key_rows{(const char*)key, a.key.row * (int64_t)sizeof(*key), sizeof(*key)};
-  if (!K::kInPlace || rows > kTile)
-    key_rows = rows_operand<K>(key, a.key.row, keys, a.head_dim, w.key);
+  const int64_t keys = a.keys, columns = a.value_dim;
   QueryBlock<K>& q = w.blocks[0];
-  const bool last = h + 1 == a.heads;
-  const int64_t next_h = last ? 0 : h + 1, next_b = last ? b + 1 : b;
-  const int64_t next_kv = kv_head(a, next_h);
-  const bool ahead = a.queries <= kTile && next_b < a.batch;
+  Operand packed{nullptr, 0, 0};
   for (q.q0 = q0; q.q0 < q0 + rows; q.q0 += kTile) {
     q.rows = min_of(kTile, q0 + rows - q.q0);
-    q.vectors = vectors_of<K>(q.rows);
-    if (ahead) ask_for<K>(a.query, next_b, next_h, q.rows, a.head_dim);
-    const bool partial = one_tile_weights<K>(a, b, h, key_rows, q, w);
-    typename K::S* to = row_of<K>(a.out, b, h, q.q0);
-    WidthRows<K> values{value, a.value.row, keys, columns};
-    int64_t to_next = 0;
-    if (ahead) {
-      to_next = bytes_to<K>(a.out, next_b, next_h, 0, to);
-      values.next = bytes_to<K>(a.value, next_b, next_kv, 0, value);
-      if (q.rows > kWidthGroup && a.key.row == a.value.row)
-        values.then = bytes_to<K>(a.key, next_b, next_kv, 0, value);
-      else
-        ask_for<K>(a.key, next_b, next_kv, keys, a.head_dim);
-    }
-    if (partial && !all_finite<K>(value, a.value.row, keys, columns))
-      width_selected<K, Contiguous::kAlongM>(values, q.rows, w.s, w.bits, to, a.out.row, q.out);
-    else
-      width_rows<K, Contiguous::kAlongM, false, typename K::S, Cache::kFirst>(
-          values, q.rows, w.s, to, a.out.row, to_next);
+    q.vectors = heads.count * vectors_of<K>(q.rows);
+    const bool beside = q.rows > kWidthGroup && a.key.row == a.value.row;
+    const bool partial = one_tile_scores<K>(a, heads, q, w, [&](int64_t b, int64_t h) {
+      const LaterHead next(a, b, h, heads.count);
+      if (a.queries <= kTile && next.batch < a.batch)
+        ask_for<K>(a.query, next.batch, next.head, q.rows, a.head_dim);
+      const typename K::S* key = row_of<K>(a.key, b, kv_head(a, h), 0);
+      if (K::kInPlace && rows <= kTile)
+        return Operand{(const char*)key, a.key.row * (int64_t)sizeof(*key), sizeof(*key)};
+      if (!packed.data || heads.count > 1)
+        packed = rows_operand<K>(key, a.key.row, keys, a.head_dim, w.key);
+      return packed;
+    });
+    one_tile_weights<K>(a, heads, partial, q, w);
+    for_heads<K>(a, heads, q.rows, [&](int64_t, int64_t b, int64_t h, int64_t lane) {
+      const typename K::S* value = row_of<K>(a.value, b, kv_head(a, h), 0);
+      typename K::S* to = row_of<K>(a.out, b, h, q.q0);
+      WidthRows<K> values{value, a.value.row, keys, columns};
+      int64_t to_next = 0;
+      const LaterHead next(a, b, h, heads.count);
+      if (a.queries <= kTile && next.batch < a.batch) {
+        const int64_t kv = kv_head(a, next.head);
+        to_next = bytes_to<K>(a.out, next.batch, next.head, 0, to);
+        values.next = bytes_to<K>(a.value, next.batch, kv, 0, value);
+        if (beside)
+          values.then = bytes_to<K>(a.key, next.batch, kv, 0, value);
+        else
+          ask_for<K>(a.key, next.batch, kv, keys, a.head_dim);
+      }
+      if (partial && !all_finite<K>(value, a.value.row, keys, columns)) {
+        for (int64_t n = 0; n < keys; n++) w.head_bits[n] = w.bits[n] >> lane;
+        width_selected<K, Contiguous::kAlongM>(values, q.rows, w.s + lane, w.head_bits, to,
+                                               a.out.row, q.out);
+      } else {
+        width_rows<K, Contiguous::kAlongM, false, typename K::S, Cache::kFirst>(
+            values, q.rows, w.s + lane, to, a.out.row, to_next);
+      }
+    });
   }
 }
 
@@ -118,7 +142,15 @@ void forward_any(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t r
   [[maybe_unused]] const typename K::Dot::Session session;
   Arena arena{(char*)scratch};
   ForwardScratch<K> w(a, arena);
-  forward_one_tile<K>(a, b, h, q0, rows, w);
+  forward_one_tile<K>(a, {b * a.heads + h, 1}, q0, rows, w);
+}
+
+template <class K>
+void forward_heads(const Attention& a, int64_t first, int64_t count, void* scratch) {
+  [[maybe_unused]] const typename K::Dot::Session session;
+  Arena arena{(char*)scratch};
+  ForwardScratch<K> w(a, arena);
+  forward_one_tile<K>(a, {first, count}, 0, a.queries, w);
 }
 
 }  // namespace

@@ -14,6 +14,14 @@ int64_t blocks_together(const Attention& a, int64_t groups, int64_t most) {
   return std::clamp<int64_t>(blocks / (kTasksOfAThread * at::get_num_threads()), 1, most);
 }
 
+// The same for heads that are one tile: they are so short that none waits for long.
+int64_t short_heads_together(const Attention& a, int64_t groups) {
+  constexpr int64_t kTasksOfAThread = 2;
+  const int64_t most = heads_together(a, kernels_for(a).limits), threads = available_threads();
+  if (threads == 1) return most;
+  return std::clamp<int64_t>(groups * a.batch * a.heads / (kTasksOfAThread * threads), 1, most);
+}
+
 double product_flops(const Attention& a, int64_t groups, int64_t widths) {
   return 2 * static_cast<double>(groups) * pair_count(a) * static_cast<double>(widths);
 }
@@ -35,12 +43,13 @@ ForwardPlan plan_forward(const Attention& a, int64_t groups) {
     };
     plan.together = ceil_div(share(heads * rows, kFewPart, kFewRows), 4) * 4;
     plan.parts = ceil_div(rows, plan.together);
-    plan.kv_heads = share(heads * plan.parts, 1, few_heads(a));
-    plan.group_jobs = a.batch * ceil_div(a.kv_heads, plan.kv_heads) * plan.parts;
+    plan.heads = share(heads * plan.parts, 1, few_heads(a));
+    plan.group_jobs = a.batch * ceil_div(a.kv_heads, plan.heads) * plan.parts;
   } else {  // one block where its ranges may be tasks
     plan.together = blocks_together(a, groups, ranges > 1 ? 1 : kernels.group);
     plan.parts = ceil_div(query_blocks(a), plan.together);
-    plan.group_jobs = a.batch * a.heads * plan.parts;
+    if (plan.kernel == ForwardKernel::kOneTile) plan.heads = short_heads_together(a, groups);
+    plan.group_jobs = ceil_div(a.batch * a.heads, plan.heads) * plan.parts;
   }
   plan.jobs = plan_jobs(groups * plan.group_jobs, ranges,
                         product_flops(a, groups, a.head_dim + a.value_dim),
@@ -67,6 +76,10 @@ BackwardPlan plan_backward(const Attention& a, const AttentionGrad& g, int64_t g
   plan.heads = groups * ceil_div(a.batch, plan.turns_batch) * (a.kv_heads / plan.turns_head);
   plan.together = ranges_together(a);
   plan.wave = plan.heads;
+  plan.side_by_side = 1;
+  if (plan.turns() == 1 && !plan.bias.count &&
+      backward_kernel(a, g, kernels.limits) == BackwardKernel::kOneTile)
+    plan.side_by_side = short_heads_together(a, groups);
   plan.scratch_bytes = padded(kernels.backward_scratch_bytes(a));
   if (plan.heads == 0) return plan;
   const int64_t shared = a.heads / a.kv_heads, threads = available_threads();

@@ -10,7 +10,7 @@ struct ForwardPlan {
   ForwardKernel kernel;
   int64_t together;    // blocks of 64 queries of a head that a job takes; kFew: rows
   int64_t parts;       // jobs of a head; kFew: of kv_heads key/value heads
-  int64_t kv_heads;    // that a job takes; kFew only
+  int64_t heads;       // that a job takes: kFew: of key and value; kOneTile: short ones
   int64_t group_jobs;  // of one group
   JobPlan jobs;        // over the ranges of keys
 };
@@ -30,6 +30,7 @@ struct BackwardPlan {
   BiasShares bias;
   int64_t turns_batch, turns_head;  // heads that add to the same grad_bias take turns
   int64_t heads;                    // of key and value, in one turn, at most
+  int64_t side_by_side;             // short heads that a task takes; else 1
   bool apart;
   int64_t together;       // ranges that a call takes
   int64_t wave;           // heads whose tasks, and sums, there are at a time

@@ -53,47 +53,51 @@ inline void narrow(float x, Float16* out) {
 inline void narrow(float x, float* out) { *out = x; }
 inline void narrow(double x, double* out) { *out = x; }
 
-// log x of a positive normal x, without branches: a loop over it becomes vectors. x = 2^n f with f
-// from sqrt(1/2) to sqrt(2), log f = 2 atanh((f - 1) / (f + 1)). The series ends below 2e-15.
-inline double log_of(double x) {
-  constexpr uint64_t kRootHalf = 0x3fe6a09e667f3bcd;
-  uint64_t bits;
-  __builtin_memcpy(&bits, &x, 8);
-  const uint64_t above = bits - kRootHalf;
-  const double n = (int32_t)((int64_t)above >> 52);
-  const uint64_t fraction = (above & 0xfffffffffffff) + kRootHalf;
-  double f;
-  __builtin_memcpy(&f, &fraction, 8);
-  const double s = (f - 1) / (f + 1), z = s * s;
-  double sum = 1.0 / 17;
-  sum = sum * z + 1.0 / 15;
-  sum = sum * z + 1.0 / 13;
-  sum = sum * z + 1.0 / 11;
-  sum = sum * z + 1.0 / 9;
-  sum = sum * z + 1.0 / 7;
-  sum = sum * z + 1.0 / 5;
-  sum = sum * z + 1.0 / 3;
-  sum = sum * z + 1.0;
-  return n * 0.693147180559945309 + 2 * s * sum;
+// a + b = sum + rest exactly (Knuth, The Art of Computer Programming 2, 4.2.2, theorem B).
+inline void exact_sum(float a, float b, float* sum, float* rest) {
+  const float s = a + b, b_part = s - a, a_part = s - b_part;
+  *sum = s;
+  *rest = (a - a_part) + (b - b_part);
 }
 
-// lse = m + log l as high + low, rounded once each; `none` where l = 0. The loop has no branches
-// for float, which is what makes vectors of it.
+// lse = m + log l as high + low, to 1e-8 beyond what float gives. l is normal or 0. No branches: a
+// loop over it becomes vectors. l = 2^n (1 + r) with 1 + r from sqrt(1/2) to sqrt(2), and
+// log(1 + r) = r - r^2 / 2 + r^3 p(r), whose first term is exact, as is n times the first of the
+// two parts of log 2.
+inline void add_log_parts(float m, float l, float* high, float* low) {
+  constexpr float kLog2High = 0.693359375f, kLog2Low = -2.12194440e-4f;
+  const int32_t above = (int32_t)float_to_bits(l) - 0x3f3504f3, n = above >> 23;
+  const float r = bits_to_float((uint32_t)((above & 0x7fffff) + 0x3f3504f3)) - 1, z = r * r;
+  float p = -0.0763120726f;
+  p = p * r + 0.128549218f;
+  p = p * r - 0.132078886f;
+  p = p * r + 0.141900063f;
+  p = p * r - 0.166165233f;
+  p = p * r + 0.200016156f;
+  p = p * r - 0.25001061f;
+  p = p * r + 0.333333284f;
+  const float count = (float)n;
+  const float tail = (r * z * p - 0.5f * z) + count * kLog2Low + (l - l);  // NaN stays NaN
+  float sum, rest[3];
+  exact_sum(m, count * kLog2High, &sum, &rest[0]);
+  exact_sum(sum, r, &sum, &rest[1]);
+  exact_sum(sum, tail, &sum, &rest[2]);
+  const float small = rest[0] + rest[1] + rest[2];
+  *high = sum + small;
+  *low = small - (*high - sum);
+}
+inline void add_log_parts(double m, double l, double* high, double* low) {
+  const double rest = log(l);
+  const bool ordered = fabs(m) >= fabs(rest);
+  const double large = ordered ? m : rest, small = ordered ? rest : m;
+  *high = m + rest;
+  *low = (large - *high) + small;
+}
+
+// The same for some rows; `none` where l = 0.
 template <class T>
 void add_logs(int64_t count, const T* m, const T* l, T none, T* high, T* low) {
-  for (int64_t r = 0; r < count; r++) {
-    const double sum = (double)l[r], level = (double)m[r];
-    double rest;
-    if constexpr (sizeof(T) == 4)
-      rest = log_of(sum) + (sum - sum);  // a float is a normal double; NaN stays NaN
-    else
-      rest = log(sum);
-    const T whole = (T)(level + rest);
-    const bool ordered = fabs(level) >= fabs(rest);
-    const double large = ordered ? level : rest, small = ordered ? rest : level;
-    high[r] = whole;
-    low[r] = (T)((large - (double)whole) + small);
-  }
+  for (int64_t r = 0; r < count; r++) add_log_parts(m[r], l[r], high + r, low + r);
   for (int64_t r = 0; r < count; r++)
     if (l[r] == 0) {
       high[r] = none;

@@ -35,14 +35,18 @@ int64_t taken_lanes(int64_t queries) {
 }
 
 // tile[key][64 queries] = sum_d rows[key][d] lanes[d][query], kScaled: times factor; up to whole
-// vectors, beyond the queries it is zero. A long sum is cut in pieces of kScorePiece that are added
-// at the end: rounding errors grow with the length of a chain. `top`, where it is set (one piece,
-// unscaled), rises to the largest of each lane.
-constexpr int64_t kScorePiece = 128;
+// vectors, beyond the queries it is zero; in pieces of kScorePiece. `top`, where it is set (one
+// piece, unscaled), rises to the largest of each lane.
 template <class K, bool kScaled = false>
-void score_product(const Operand& rows, int64_t keys, int64_t columns,
-                   const typename K::Unit* lanes, int64_t queries, typename K::T* tile,
-                   Ahead* ahead = nullptr, typename K::T factor = 1, typename K::T* top = nullptr) {
+void score_product(const Operand& rows, int64_t keys, int64_t columns, const LaneRows<K>& x,
+                   int64_t queries, typename K::T* tile, Ahead* ahead = nullptr,
+                   typename K::T factor = 1, typename K::T* top = nullptr) {
+  if constexpr (kTakesRows<K>) {
+    if (x.rows)
+      return x.factor == 1 ? product_of_rows<K, false>(x, queries, columns, rows, keys, tile, top)
+                           : product_of_rows<K, true>(x, queries, columns, rows, keys, tile, top);
+  }
+  const typename K::Unit* const lanes = x.packed;
   constexpr Update kFirst = kScaled ? Update::kStoreScaled : Update::kStore;
   constexpr Update kRest = kScaled ? Update::kAddScaled : Update::kAddSum;
   using X = typename K::X;
@@ -310,14 +314,16 @@ void few_scores_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64
 // score_product of each band; what no band needs is left as it is.
 template <class K, bool kScaled = false>
 void score_product_bands(const Range* bands, const Operand& rows, int64_t keys, int64_t columns,
-                         const typename K::Unit* lanes, int64_t queries, typename K::T* tile,
+                         const LaneRows<K>& lanes, int64_t queries, typename K::T* tile,
                          Ahead* ahead = nullptr, typename K::T factor = 1,
                          typename K::T* top = nullptr) {
+  if (!bands)
+    return score_product<K, kScaled>(rows, keys, columns, lanes, queries, tile, ahead, factor, top);
   const int64_t vectors = vectors_of<K>(queries);
   for_bands<K>(bands, keys, vectors, [&](Range seen, int64_t first, int64_t count) {
     const Operand from{rows.data + seen.begin * rows.m_stride, rows.m_stride, rows.t_stride};
     const int64_t lane = first * K::kLanes;
-    score_product<K, kScaled>(from, seen.end - seen.begin, columns, lanes + lane,
+    score_product<K, kScaled>(from, seen.end - seen.begin, columns, lanes.at(lane),
                               min_of(count * K::kLanes, queries - lane),
                               tile + seen.begin * kRow + lane, ahead, factor, top);
   });
@@ -368,14 +374,14 @@ bool scores_are_product(const Attention& a, const Range* bands) {
 // hidden pairs too.
 template <class K>
 Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
-                  int64_t keys, const typename K::Unit* query_lanes, const Operand& key_rows,
+                  int64_t keys, const LaneRows<K>& query_lanes, const Operand& key_rows,
                   Visibility visible, uint64_t* bits, typename K::T* s, typename K::T* scratch,
                   Ahead* ahead = nullptr, const Range* bands = nullptr,
                   typename K::T* top = nullptr) {
   using X = typename K::X;
   const int64_t vectors = vectors_of<K>(rows);
   if (top)
-    for (int64_t r = 0; r < kRow; r++) top[r] = -(typename K::T)INFINITY;
+    for (int64_t r = 0; r < vectors * K::kLanes; r++) top[r] = -(typename K::T)INFINITY;
   if (has_few_queries(a, K::kLimits)) {
     few_scores_tile<K>(a, b, h, q0, rows, k0, keys, s);
   } else {

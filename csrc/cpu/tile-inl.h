@@ -20,7 +20,7 @@ struct Kind {
   // Where it takes long to widen rows, lanes of queries may be emptier; and no head is one tile for
   // products of pairs unless its queries are a vector.
   static constexpr KernelLimits kLimits = {X::kRegisters == 32 || kInPlace ? 8 : 6,
-                                           kPairs ? kLanes : INT64_MAX};
+                                           kPairs ? kLanes : INT64_MAX, kLanes};
   // Whether products read rows of K or V where they are: where they follow one another, or, on some
   // processors, where few blocks of queries read them. Else rows are packed: those that stand far
   // apart share few cache sets.

@@ -10,16 +10,13 @@ void row_levels(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t ro
   using X = typename K::X;
   const int64_t at = (b * a.heads + h) * a.queries + q0;
   const typename X::V none = X::set((T)INFINITY);
-  for (int64_t r = 0; r < kRow; r += K::kLanes) {
-    const int64_t height = max_of(0, min_of(K::kLanes, rows - r));
-    typename X::V level = none, rest = X::zero();
-    if (height > 0) {
-      level = load_up_to<X>((const T*)a.lse + at + r, height);
-      const typename X::M empty = X::eq(level, X::set(-(T)INFINITY));
-      level = X::select(X::mask(first_bits(height)), X::select(empty, none, level), none);
-      if (a.lse_low)
-        rest = X::select(empty, rest, load_up_to<X>((const T*)a.lse_low + at + r, height));
-    }
+  for (int64_t r = 0; r < rows; r += K::kLanes) {
+    const int64_t height = min_of(K::kLanes, rows - r);
+    typename X::V level = load_up_to<X>((const T*)a.lse + at + r, height), rest = X::zero();
+    const typename X::M empty = X::eq(level, X::set(-(T)INFINITY));
+    level = X::select(X::mask(first_bits(height)), X::select(empty, none, level), none);
+    if (a.lse_low)
+      rest = X::select(empty, rest, load_up_to<X>((const T*)a.lse_low + at + r, height));
     X::store(high + r, level);
     X::store(low + r, rest);
   }

@@ -1,0 +1,79 @@
+// Short heads whose keys are one tile, several at a time: their queries lie side by side in the
+// lanes of a tile, and what happens to the pairs happens to all of them at once.
+namespace mha_ext::cpu {
+namespace {
+
+// Heads of one group, numbered b * heads + h; the lanes of each begin with a whole vector.
+struct Heads {
+  int64_t first, count;
+};
+// run(i, b, h, lane) for each of them.
+template <class K, class Run>
+[[gnu::always_inline]] inline void for_heads(const Attention& a, Heads heads, int64_t rows,
+                                             const Run& run) {
+  const int64_t lanes = padded<K>(rows);
+  int64_t b = heads.first / a.heads, h = heads.first - b * a.heads;
+  for (int64_t i = 0; i < heads.count; i++) {
+    run(i, b, h, i * lanes);
+    if (++h == a.heads) {
+      h = 0;
+      b++;
+    }
+  }
+}
+// The head that follows one so many places later.
+struct LaterHead {
+  int64_t batch, head;
+  LaterHead(const Attention& a, int64_t b, int64_t h, int64_t count) : batch(b), head(h + count) {
+    for (; head >= a.heads; head -= a.heads) batch++;
+  }
+};
+
+// to[key] |= the bits of some rows, from `lane` on.
+inline void add_bits(const uint64_t* bits, int64_t keys, int64_t rows, int64_t lane, uint64_t* to) {
+  for (int64_t n = 0; n < keys; n++) to[n] |= (bits[n] & first_bits(rows)) << lane;
+}
+inline void fill_bits(uint64_t bits, int64_t keys, uint64_t* to) {
+  for (int64_t n = 0; n < keys; n++) to[n] = bits;
+}
+
+// What the heads see, one after the other. Unless all see everything, which `partial` says, bit
+// lane + r of bits[key] says whether query r of a head does.
+class SeenByHeads {
+ public:
+  SeenByHeads(int64_t keys, uint64_t* bits) : keys_(keys), bits_(bits) {}
+  bool partial() const { return partial_; }
+  bool any() const { return any_; }
+  // `bits` as tile_visibility leaves them.
+  void add(Visibility visible, const uint64_t* bits, int64_t rows, int64_t lane) {
+    if (visible != Visibility::kFull && !partial_) fill_bits(full_, keys_, bits_);
+    partial_ |= visible != Visibility::kFull;
+    any_ |= visible != Visibility::kEmpty;
+    const uint64_t all = first_bits(rows) << lane;
+    full_ |= all;
+    if (visible == Visibility::kPartial)
+      add_bits(bits, keys_, rows, lane, bits_);
+    else if (visible == Visibility::kFull && partial_)
+      for (int64_t n = 0; n < keys_; n++) bits_[n] |= all;
+  }
+
+ private:
+  int64_t keys_;
+  uint64_t* bits_;
+  uint64_t full_ = 0;  // the rows of those before, while these see everything
+  bool partial_ = false, any_ = false;
+};
+
+// What dropout keeps of the heads: `one` has room for a head.
+template <class K>
+void drop_heads(const Attention& a, Heads heads, int64_t q0, int64_t rows, uint64_t* one,
+                uint64_t* keep) {
+  fill_bits(0, a.keys, keep);
+  for_heads<K>(a, heads, rows, [&](int64_t, int64_t b, int64_t h, int64_t lane) {
+    dropout_tile<K>(a, b, h, q0, rows, 0, a.keys, one);
+    add_bits(one, a.keys, rows, lane, keep);
+  });
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu

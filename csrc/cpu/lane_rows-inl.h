@@ -1,0 +1,132 @@
+// Rows of queries that become the lanes of a product: packed before it, or, where rows and keys are
+// few, turned into vectors beside it.
+namespace mha_ext::cpu {
+namespace {
+
+// The vectors of a product with K or V: packed; or the rows that they would be packed from, times
+// the factor, where takes_rows says so.
+template <class K>
+struct LaneRows {
+  const typename K::Unit* packed = nullptr;
+  const typename K::S* rows = nullptr;
+  int64_t stride = 0;
+  typename K::T factor = 1;
+
+  LaneRows() = default;
+  LaneRows(const typename K::Unit* lanes) : packed(lanes) {}
+  LaneRows(const typename K::S* from, int64_t step, typename K::T times)
+      : rows(from), stride(step), factor(times) {}
+  LaneRows at(int64_t lane) const {  // of those that are packed
+    LaneRows some = *this;
+    some.packed += lane;
+    return some;
+  }
+};
+
+// A long sum is cut in pieces that are added at the end: rounding errors grow with the length of a
+// chain.
+constexpr int64_t kScorePiece = 128;
+
+// Whether so few rows meet so few keys that they are best turned into vectors beside the product,
+// some columns at a time: that takes other units of a processor than multiply-adds do, and for more
+// keys it would be done more than once. All sums are in registers meanwhile.
+template <class K>
+constexpr bool kTakesRows = K::X::kRegisters == 32 && K::kInPlace && !K::kPairs;
+constexpr int64_t kKeysBeside = 12;
+template <class K>
+bool takes_rows(int64_t rows, int64_t keys, int64_t columns) {
+  return kTakesRows<K> && 0 < rows && rows <= K::kLanes && 0 < keys && keys <= kKeysBeside &&
+         K::X::kPiece <= columns && columns <= kScorePiece;
+}
+
+// tile[key][lane] = sum_d keys[key][d] factor rows[lane][d], zero in the lanes past `height`: to
+// the bit what transpose_in and a product give. `count` keys, kKeys or one less, for which the last
+// one stands in. `top`, where it is set, rises to the largest of each lane.
+template <class K, int kKeys, int kGroups, bool kRagged, bool kScale>
+[[gnu::noinline]] void rows_product(const LaneRows<K>& x, int64_t height, int64_t columns,
+                                    const char* keys, int64_t key_stride, int64_t count,
+                                    typename K::T* tile, typename K::T* top) {
+  using T = typename K::T;
+  using X = typename K::X;
+  using V = typename X::V;
+  constexpr int kPiece = X::kPiece, kRows = kGroups * kPiece;
+  // Four rows share a pointer: that leaves the addresses in registers. Past the last row, that row
+  // stands in.
+  const T* row[kRagged ? kRows : kGroups];
+  const char *key[(kKeys + 3) / 4], *last_key = keys + (count - 1) * key_stride;
+#pragma GCC unroll 16
+  for (int i = 0; i < (kRagged ? kRows : kGroups); i++)
+    row[i] = x.rows + (kRagged ? min_of(i, height - 1) : i * kPiece) * x.stride;
+#pragma GCC unroll 4
+  for (int i = 0; i < (kKeys + 3) / 4; i++) key[i] = keys + i * 4 * key_stride;
+  const int64_t stride = x.stride;
+  const V factor = X::set(x.factor);
+  V sum[kKeys], block[kPiece];
+#pragma GCC unroll 16
+  for (int n = 0; n < kKeys; n++) sum[n] = X::zero();
+  const auto load = [&]() __attribute__((always_inline)) {
+    X::template load_columns<1, kGroups>(
+        [&](int i) { return kRagged ? row[i] : row[i / kPiece] + i % kPiece * stride; }, block);
+  };
+  const auto meet = [&](V v, int64_t column) __attribute__((always_inline)) {
+    if constexpr (kScale) v = X::mul(factor, v);
+#pragma GCC unroll 16
+    for (int n = 0; n < kKeys; n++) {
+      const char* const at = n + 1 < kKeys ? key[n / 4] + n % 4 * key_stride : last_key;
+      sum[n] = X::fma(v, X::set(((const T*)at)[column]), sum[n]);
+    }
+  };
+  const auto advance = [&](int64_t some) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+    for (int i = 0; i < (kRagged ? kRows : kGroups); i++) row[i] += some;
+#pragma GCC unroll 4
+    for (int i = 0; i < (kKeys + 3) / 4; i++) key[i] += some * (int64_t)sizeof(T);
+    last_key += some * (int64_t)sizeof(T);
+  };
+  int64_t left = columns;
+  for (; left >= kPiece; left -= kPiece, advance(kPiece)) {
+    load();
+#pragma GCC unroll 4
+    for (int c = 0; c < kPiece; c++) meet(block[c], c);
+  }
+  if (left > 0) {
+    advance(left - kPiece);
+    load();
+    alignas(64) T room[kPiece * K::kLanes];
+    for (int c = 0; c < kPiece; c++) X::store(room + c * K::kLanes, block[c]);
+    for (int64_t c = kPiece - left; c < kPiece; c++) meet(X::load(room + c * K::kLanes), c);
+  }
+  const typename X::M in = X::mask(first_bits(height));
+  V largest = sum[0];
+#pragma GCC unroll 16
+  for (int n = 0; n < kKeys; n++) {
+    if constexpr (kRagged) sum[n] = X::select(in, sum[n], X::zero());
+    if (n > 0) largest = X::max(sum[n], largest);
+    X::store(tile + n * kRow, sum[n]);
+  }
+  if (top) X::store(top, X::max(largest, X::load(top)));
+}
+
+template <class K, bool kScale>
+void product_of_rows(const LaneRows<K>& x, int64_t rows, int64_t columns, const Operand& keys,
+                     int64_t count, typename K::T* tile, typename K::T* top) {
+  constexpr int kPiece = K::X::kPiece, kAll = K::kLanes / kPiece;
+  const auto some = [&]<int kKeys>() {
+    if (count != kKeys && count != kKeys - 1) return;
+    const auto run = rows == K::kLanes            ? rows_product<K, kKeys, kAll, false, kScale>
+                     : rows == K::kLanes - kPiece ? rows_product<K, kKeys, kAll - 1, false, kScale>
+                     : 2 * rows == K::kLanes      ? rows_product<K, kKeys, kAll / 2, false, kScale>
+                                                  : rows_product<K, kKeys, kAll, true, kScale>;
+    run(x, rows, columns, keys.data, keys.m_stride, count, tile, top);
+  };
+  static_assert(kKeysBeside == 12);
+  some.template operator()<2>();
+  some.template operator()<4>();
+  some.template operator()<6>();
+  some.template operator()<8>();
+  some.template operator()<10>();
+  some.template operator()<12>();
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu
