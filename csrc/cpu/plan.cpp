@@ -7,11 +7,14 @@ namespace {
 
 // Blocks of queries done together share what they read and pack of K and V; no more of them than
 // leaves every thread so many tasks that none waits long for the last one: threads begin late, and
-// neighbours slow some of them. A row's result does not depend on that.
+// neighbours slow some of them. Those of a head are cut into equal parts. A row's result does not
+// depend on that.
 int64_t blocks_together(const Attention& a, int64_t groups, int64_t most) {
   constexpr int64_t kTasksOfAThread = 8;
-  const int64_t blocks = groups * a.batch * a.heads * query_blocks(a);
-  return std::clamp<int64_t>(blocks / (kTasksOfAThread * at::get_num_threads()), 1, most);
+  const int64_t blocks = std::max<int64_t>(1, query_blocks(a));
+  const int64_t all = groups * a.batch * a.heads * blocks;
+  const int64_t fit = std::clamp<int64_t>(all / (kTasksOfAThread * at::get_num_threads()), 1, most);
+  return ceil_div(blocks, ceil_div(blocks, fit));
 }
 
 // The same for heads that are one tile: they are so short that none waits for long.
