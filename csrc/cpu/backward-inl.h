@@ -71,7 +71,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const typename K::S* value = row_of<K>(a.value, b, kv, begin);
   // What the products read of K and V: where a tile is met once, of that tile, and in place if they
   // can.
-  Operand key_rows, value_rows;
+  Operand key_rows{}, value_rows{};
   const auto read_rows = [&](int64_t at, int64_t keys) {
     const auto operand = [&](const typename K::S* from, const Rows& t, int64_t width,
                              typename K::Unit* to) {

@@ -27,16 +27,21 @@ struct LaneRows {
 // chain.
 constexpr int64_t kScorePiece = 128;
 
-// Whether so few rows meet so few keys that they are best turned into vectors beside the product,
-// some columns at a time: that takes other units of a processor than multiply-adds do, and for more
-// keys it would be done more than once. All sums are in registers meanwhile.
+// Whether rows meet so few keys that they are best turned into vectors beside the product, some
+// columns at a time: that takes other units of a processor than multiply-adds do. All sums of
+// kKeysTogether keys and a vector of rows are in registers meanwhile; for more keys it is done
+// again. Several vectors of rows would share what is read of a key if they were packed, which
+// matters where registers are few.
 template <class K>
-constexpr bool kTakesRows = K::X::kRegisters == 32 && K::kInPlace && !K::kPairs;
-constexpr int64_t kKeysBeside = 12;
+constexpr bool kTakesRows = !K::kPairs && K::kInPlace && (K::kLanes > K::X::kPiece);
+template <class K>
+constexpr int kKeysTogether = K::X::kRegisters == 32 ? 12 : 10;
 template <class K>
 bool takes_rows(int64_t rows, int64_t keys, int64_t columns) {
-  return kTakesRows<K> && 0 < rows && rows <= K::kLanes && 0 < keys && keys <= kKeysBeside &&
-         K::X::kPiece <= columns && columns <= kScorePiece;
+  constexpr bool kVectors = K::X::kRegisters == 32 || sizeof(typename K::T) == 8;
+  const bool vectors = kVectors && rows <= kTile && !ends_in_half<typename K::X>(rows);
+  return kTakesRows<K> && 0 < rows && (rows <= K::kLanes || vectors) && 0 < keys &&
+         keys <= 2 * kKeysTogether<K> && K::X::kPiece <= columns && columns <= kScorePiece;
 }
 
 // tile[key][lane] = sum_d keys[key][d] factor rows[lane][d], zero in the lanes past `height`: to
@@ -110,7 +115,17 @@ template <class K, int kKeys, int kGroups, bool kRagged, bool kScale>
 template <class K, bool kScale>
 void product_of_rows(const LaneRows<K>& x, int64_t rows, int64_t columns, const Operand& keys,
                      int64_t count, typename K::T* tile, typename K::T* top) {
-  constexpr int kPiece = K::X::kPiece, kAll = K::kLanes / kPiece;
+  constexpr int kPiece = K::X::kPiece, kAll = K::kLanes / kPiece, kMost = kKeysTogether<K>;
+  if (rows > K::kLanes || count > kMost) {
+    const int64_t part = count > kMost ? (count + 1) / 2 : count;
+    for (int64_t n = 0; n < count; n += part)
+      for (int64_t r = 0; r < rows; r += K::kLanes)
+        product_of_rows<K, kScale>(
+            {x.rows + r * x.stride, x.stride, x.factor}, min_of(K::kLanes, rows - r), columns,
+            {keys.data + n * keys.m_stride, keys.m_stride, keys.t_stride}, min_of(part, count - n),
+            tile + n * kRow + r, top ? top + r : nullptr);
+    return;
+  }
   const auto some = [&]<int kKeys>() {
     if (count != kKeys && count != kKeys - 1) return;
     const auto run = rows == K::kLanes            ? rows_product<K, kKeys, kAll, false, kScale>
@@ -119,13 +134,12 @@ void product_of_rows(const LaneRows<K>& x, int64_t rows, int64_t columns, const 
                                                   : rows_product<K, kKeys, kAll, true, kScale>;
     run(x, rows, columns, keys.data, keys.m_stride, count, tile, top);
   };
-  static_assert(kKeysBeside == 12);
   some.template operator()<2>();
   some.template operator()<4>();
   some.template operator()<6>();
   some.template operator()<8>();
   some.template operator()<10>();
-  some.template operator()<12>();
+  if constexpr (kMost > 10) some.template operator()<12>();
 }
 
 }  // namespace
