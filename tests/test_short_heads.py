@@ -50,6 +50,7 @@ OPTIONS = {
     },
     "bias": {"bias": "bhqk", "scale": -1.5},
     "shared bias": {"bias": "hqk"},
+    "causal, shared bias": {"bias": "hqk", "causal": "lower_right"},
     "constant bias": {"bias": "bhq1", "mask": "1h1k"},
     "dropout": {"dropout_p": 0.4, "mask": "bhqk"},
 }
@@ -126,7 +127,7 @@ def test_every_shape(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-@pytest.mark.parametrize("shape", [(12, 10, 50), (20, 30, 24)], ids=str)
+@pytest.mark.parametrize("shape", [(12, 10, 50), (20, 30, 24), (32, 24, 8)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_option(
     dtype: torch.dtype, shape: tuple[int, int, int], options: dict[str, object]

@@ -16,9 +16,12 @@ struct LaneRows {
   LaneRows(const typename K::Unit* lanes) : packed(lanes) {}
   LaneRows(const typename K::S* from, int64_t step, typename K::T times)
       : rows(from), stride(step), factor(times) {}
-  LaneRows at(int64_t lane) const {  // of those that are packed
+  LaneRows at(int64_t lane) const {
     LaneRows some = *this;
-    some.packed += lane;
+    if (rows)
+      some.rows += lane * stride;
+    else
+      some.packed += lane;
     return some;
   }
 };
