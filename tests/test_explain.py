@@ -114,6 +114,31 @@ def test_heads_side_by_side_leave_every_thread_a_task() -> None:
                 assert len(said) == 1 and " 8 heads" in said[0]
 
 
+def test_short_heads_side_by_side_leave_every_thread_two_tasks() -> None:
+    """On one thread as many as a tile has room for; elsewhere no more than leaves enough tasks."""
+    torch.set_num_threads(1)
+    for heads, queries, keys in ((16, 12, 10), (3, 12, 10), (16, 33, 10), (16, 12, 64)):
+        query, key = (torch.empty(1, heads, n, 50, device="meta") for n in (queries, keys))
+        found = mha_ext.explain(query, key, key)
+        for one in (found.forward, found.backward):
+            said = [reason for reason in one.why if "side by side" in reason]
+            assert one.kernel == "one tile" and bool(said) == (one.tasks < heads)
+            assert bool(said) == (queries < 33)
+            if said:
+                together = int(said[0].split("takes ")[1].split()[0])
+                assert one.tasks == -(-heads // together)
+    query, key = (torch.empty(1, 4, n, 50, device="meta") for n in (12, 10))
+    torch.set_num_threads(2)
+    found = mha_ext.explain(query, key, key)
+    assert (found.forward.tasks, found.backward.tasks) == (4, 4)
+
+
+def test_the_blocks_of_a_head_are_cut_into_equal_parts() -> None:
+    torch.set_num_threads(2)  # 96 blocks, six of them for each of 16 tasks; a head has eight
+    found = explain(*tensors(512, 512, batch=1, heads=12, kv_heads=12)).forward
+    assert found.tasks == 24 and any("takes 4 blocks" in reason for reason in found.why)
+
+
 def test_one_row_reads_a_dense_head_in_order() -> None:
     for heads, queries, dense, in_order in (
         (8, 1, True, True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -107,21 +107,17 @@ def assert_right(inputs: Inputs) -> None:
 RESULTS = ("out", "lse", "grad_query", "grad_key", "grad_value")
 
 
+def short(dtype: torch.dtype, shape: tuple[int, int, int], **options: Any) -> Problem:
+    """Nine heads of so many queries, keys and columns, side by side in memory."""
+    names = ("queries", "keys", "head_dim")
+    sizes = dict(zip(names, shape, strict=True)) | {"batch": 3, "heads": size(3, emulated=2)}
+    return Problem(dtype=dtype, layout="heads", **sizes, **options)
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_shape(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-    queries, keys, head_dim = shape
-    problem = Problem(
-        dtype=dtype,
-        batch=3,
-        heads=size(3, emulated=2),
-        queries=queries,
-        keys=keys,
-        head_dim=head_dim,
-        value_dim=max(1, head_dim - 3),
-        layout="heads",
-    )
-    inputs = make(problem)
+    inputs = make(short(dtype, shape, value_dim=max(1, shape[2] - 3)))
     assert_each_alone(inputs, RESULTS)
     assert_right(inputs)
 
@@ -130,19 +126,9 @@ def test_every_shape(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("shape", [(12, 10, 50), (20, 30, 24), (32, 24, 8)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_option(
-    dtype: torch.dtype, shape: tuple[int, int, int], options: dict[str, object]
+    dtype: torch.dtype, shape: tuple[int, int, int], options: dict[str, Any]
 ) -> None:
-    queries, keys, head_dim = shape
-    problem = Problem(
-        dtype=dtype,
-        batch=3,
-        heads=size(3, emulated=2),
-        queries=queries,
-        keys=keys,
-        head_dim=head_dim,
-        layout="heads",
-    )
-    inputs = make(replace(problem, **options))  # type: ignore[arg-type]
+    inputs = make(short(dtype, shape, **options))
     own = inputs.bias is not None and inputs.bias.dim() == 4
     assert_each_alone(inputs, (*RESULTS, "grad_bias") if own else RESULTS)
     assert_right(inputs)
@@ -174,6 +160,46 @@ def test_a_head_that_is_not_finite(dtype: torch.dtype) -> None:
     query[1, 0, 4] = float("nan")
     value[2, 1, 5] = float("inf")
     assert_each_alone(inputs.replaced(query=query, value=value), RESULTS)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("shape", [(12, 10, 50), (20, 30, 24), (32, 24, 8)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_part_of_the_keys(
+    dtype: torch.dtype, shape: tuple[int, int, int], dropout_p: float
+) -> None:
+    """The operator may be given some of the keys that O and lse are of: their part of the gradients."""
+    i = make(short(dtype, shape, dropout_p=dropout_p, causal="lower_right"))
+    options = {"dropout_p": dropout_p, "scale": i.scale(), "corner": "upper_left"}
+    options["window_right"] = shape[1] - shape[0] if shape[1] > shape[0] else 3
+    forward = torch.ops.mha_ext.attention_forward
+    out, lse, low = forward(i.query, i.key, i.value, None, None, None, i.seed, **options)
+
+    def gradients(query: slice, head: slice, keys: slice, whole: bool) -> list[Tensor]:
+        at, some = (query, head), (query, head, keys)
+        saved = (out[at], lse[at], low[at], None, None, None, i.seed)
+        origin = [query.start or 0, head.start or 0, 0, keys.start or 0]
+        found = torch.ops.mha_ext.attention_backward(
+            *(i.grad_out[at], None, i.query[at], i.key[some], i.value[some], *saved),
+            **options,
+            origin=origin,
+            output_mask=[True, True, True, False],
+            all_keys=whole,
+        )
+        return list(found[:3])
+
+    every, half = slice(None), shape[1] // 2
+    parts = [gradients(every, every, keys, False) for keys in (slice(0, half), slice(half, None))]
+    for b in range(3):
+        for h in range(i.query.shape[1]):
+            alone = gradients(slice(b, b + 1), slice(h, h + 1), slice(half, None), False)
+            for found, wanted in zip(parts[1], alone, strict=True):
+                assert torch.equal(found[b, h], wanted[0, 0]), (b, h)
+    whole = gradients(every, every, every, True)
+    sums = [parts[0][0] + parts[1][0], *(torch.cat(p, 2) for p in list(zip(*parts))[1:])]
+    slack = 64 * torch.finfo(dtype).eps
+    for found, wanted in zip(sums, whole, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=slack, atol=slack)
 
 
 def test_a_call_takes_any_number_of_heads() -> None:

@@ -71,22 +71,22 @@ SeenByHeads short_products(const Attention& a, const AttentionGrad& g, Heads hea
       return rows_operand<K>(from, t.row, keys, columns, to);
   };
   SeenByHeads seen(keys, w.bits);
-  w.bands = nullptr;
   w.paired = false;
   for_heads<K>(a, heads, rows, [&](int64_t, int64_t b, int64_t h, int64_t lane) {
     const ShortHead<K> head(a, g, b, h, heads.count);
     load_queries<K>(a, g, b, h, 0, rows, w, K::kInPlace, lane);
     head.ask_next(!w.whole);
     Visibility visible = visibility_of<K>(a, b, h, 0, rows, 0, keys, w.head_bits);
+    w.bands = nullptr;
     if (visible != Visibility::kEmpty) {
-      if (heads.count == 1 && find_bands<K>(a, b, 0, rows, 0, keys, w.bands_storage))
-        w.bands = w.bands_storage;
+      if (find_bands<K>(a, b, 0, rows, 0, keys, w.bands_storage)) w.bands = w.bands_storage;
       visible = gradient_products<K>(
           a, g, b, h, 0, rows, 0, keys, in_place(head.key, a.key, a.head_dim, w.keys_in),
           in_place(head.value, a.value, a.value_dim, w.values_in), visible, lane, w.head_bits, w);
     }
     seen.add(visible, w.head_bits, rows, lane);
   });
+  if (heads.count > 1) w.bands = nullptr;  // each has its own; what they leave out is hidden
   return seen;
 }
 
@@ -98,7 +98,7 @@ void write_short_head(const ShortHead<K>& head, int64_t lane, bool dirty, Backwa
   const Attention& a = head.a;
   const AttentionGrad& g = head.g;
   const int64_t rows = a.queries, keys = a.keys, d = a.head_dim, dv = a.value_dim;
-  // Bit r or n of what a row or a key has: along t, the rows of the tile are keys.
+  // The head's lanes, as if they were the first.
   for (int64_t n = 0; dirty && n < keys; n++) w.head_bits[n] = w.bits[n] >> lane;
   const auto write = [&]<Contiguous kA>(const WidthRows<K>& x, int64_t count, const T* weights,
                                         const Rows& t) __attribute__((always_inline)) {
@@ -157,7 +157,9 @@ void backward_one_tile(const Attention& a, const AttentionGrad& g, Heads heads,
 }
 
 template <class K>
-void backward_short(const Attention& a, const AttentionGrad& g, Heads heads, void* scratch) {
+void backward_heads(const Attention& a, const AttentionGrad& g, int64_t first, int64_t count,
+                    void* scratch) {
+  const Heads heads{first, count};
   [[maybe_unused]] const typename K::Dot::Session session;
   Arena arena{(char*)scratch};
   BackwardScratch<K> w(a, arena);
@@ -176,17 +178,11 @@ void backward_short(const Attention& a, const AttentionGrad& g, Heads heads, voi
 }
 
 template <class K>
-void backward_heads(const Attention& a, const AttentionGrad& g, int64_t first, int64_t count,
-                    void* scratch) {
-  backward_short<K>(a, g, {first, count}, scratch);
-}
-
-template <class K>
 void backward_any(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv, KeyPart part,
                   void* sums, void* scratch) {
   const BackwardKernel kernel = backward_kernel(a, g, K::kLimits);
   if (kernel == BackwardKernel::kOneTile)
-    return backward_short<K>(a, g, {b * a.heads + kv, 1}, scratch);
+    return backward_heads<K>(a, g, b * a.heads + kv, 1, scratch);
   [[maybe_unused]] const typename K::Dot::Session session;
   if (kernel == BackwardKernel::kFew) return backward_few<K>(a, g, b, kv, part, sums, scratch);
   backward<K>(a, g, b, kv, part, sums, scratch);

@@ -103,9 +103,9 @@ HOST_DEVICE ForwardKernel forward_kernel(const Attention& a, const KernelLimits&
 // How many short heads a call of one tile takes at most: as many as have room for their queries in
 // the lanes of a tile, whole vectors each, and for their pairs in the nearest cache.
 HOST_DEVICE int64_t heads_together(const Attention& a, const KernelLimits& limits) {
-  constexpr int64_t kPairs = 2048;
+  const int64_t pairs = a.dtype == DType::kFloat64 ? 1024 : 2048;  // 8 KB
   const int64_t lanes = ceil_div(max_of(1, a.queries), limits.lanes) * limits.lanes;
-  return max_of(1, min_of(kTile, kPairs / max_of(1, a.keys)) / lanes);
+  return max_of(1, min_of(kTile, pairs / max_of(1, a.keys)) / lanes);
 }
 
 // kFew: so few rows share K and V that one call takes all of them.

@@ -98,8 +98,7 @@ void one_tile_weights(const Attention& a, Heads heads, bool partial, QueryBlock<
 template <class K>
 void forward_one_tile(const Attention& a, Heads heads, int64_t q0, int64_t rows,
                       ForwardScratch<K>& w) {
-  const int64_t keys = a.keys, columns = a.value_dim, shared = a.heads / a.kv_heads;
-  const auto kv_of = [&](int64_t h) { return shared == 1 ? h : h / shared; };
+  const int64_t keys = a.keys, columns = a.value_dim;
   QueryBlock<K>& q = w.blocks[0];
   Operand packed{nullptr, 0, 0};
   for (q.q0 = q0; q.q0 < q0 + rows; q.q0 += kTile) {
@@ -110,7 +109,7 @@ void forward_one_tile(const Attention& a, Heads heads, int64_t q0, int64_t rows,
       const LaterHead next(a, b, h, heads.count);
       if (a.queries <= kTile && next.batch < a.batch)
         ask_for<K>(a.query, next.batch, next.head, q.rows, a.head_dim);
-      const typename K::S* key = row_of<K>(a.key, b, kv_of(h), 0);
+      const typename K::S* key = row_of<K>(a.key, b, kv_head(a, h), 0);
       if (K::kInPlace && rows <= kTile)
         return Operand{(const char*)key, a.key.row * (int64_t)sizeof(*key), sizeof(*key)};
       if (!packed.data || heads.count > 1)
@@ -119,13 +118,13 @@ void forward_one_tile(const Attention& a, Heads heads, int64_t q0, int64_t rows,
     });
     one_tile_weights<K>(a, heads, partial, q, w);
     for_heads<K>(a, heads, q.rows, [&](int64_t, int64_t b, int64_t h, int64_t lane) {
-      const typename K::S* value = row_of<K>(a.value, b, kv_of(h), 0);
+      const typename K::S* value = row_of<K>(a.value, b, kv_head(a, h), 0);
       typename K::S* to = row_of<K>(a.out, b, h, q.q0);
       WidthRows<K> values{value, a.value.row, keys, columns};
       int64_t to_next = 0;
       const LaterHead next(a, b, h, heads.count);
       if (a.queries <= kTile && next.batch < a.batch) {
-        const int64_t kv = kv_of(next.head);
+        const int64_t kv = kv_head(a, next.head);
         to_next = bytes_to<K>(a.out, next.batch, next.head, 0, to);
         values.next = bytes_to<K>(a.value, next.batch, kv, 0, value);
         if (beside)

@@ -60,7 +60,7 @@ inline void exact_sum(float a, float b, float* sum, float* rest) {
   *rest = (a - a_part) + (b - b_part);
 }
 
-// lse = m + log l as high + low, to 1e-8 beyond what float gives. l is normal or 0. No branches: a
+// lse = m + log l as high + low, to 2e-8. l is normal or 0. No branches: a
 // loop over it becomes vectors. l = 2^n (1 + r) with 1 + r from sqrt(1/2) to sqrt(2), and
 // log(1 + r) = r - r^2 / 2 + r^3 p(r), whose first term is exact, as is n times the first of the
 // two parts of log 2.
