@@ -19,18 +19,20 @@ std::tuple<Tensor, Tensor, Tensor> forward(c10::DispatchKeySet keys, const Tenso
                                            const OptionalTensor& seed, OptionalString corner,
                                            OptionalSymInt window_left, OptionalSymInt window_right,
                                            double dropout_p, double scale, bool uniform_empty_rows,
-                                           c10::SymIntArrayRef origin) {
+                                           c10::SymIntArrayRef origin, bool with_lse) {
+  const Direction d{tangent(query), tangent(key), tangent(value), tangent(bias), {}, {}};
+  const bool graph = compute_requires_grad(query, key, value, bias);
+  const bool derives = graph || moves_inputs(d);
   std::tuple<Tensor, Tensor, Tensor> results;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    results = ops::forward().redispatch(keys & c10::after_autograd_keyset, query, key, value, mask,
-                                        bias, key_lengths, seed, corner, window_left, window_right,
-                                        dropout_p, scale, uniform_empty_rows, origin);
+    results =
+        ops::forward().redispatch(keys & c10::after_autograd_keyset, query, key, value, mask, bias,
+                                  key_lengths, seed, corner, window_left, window_right, dropout_p,
+                                  scale, uniform_empty_rows, origin, with_lse || derives);
   }
+  if (!derives) return results;
   const auto& [out, lse, lse_low] = results;
-  const Direction d{tangent(query), tangent(key), tangent(value), tangent(bias), {}, {}};
-  const bool graph = compute_requires_grad(query, key, value, bias);
-  if (!graph && !moves_inputs(d)) return results;
 
   const KeptOptions options(corner, window_left, window_right, dropout_p, scale, uniform_empty_rows,
                             origin);

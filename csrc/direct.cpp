@@ -99,11 +99,12 @@ struct Given {
         scale(read<std::optional<double>>(a[kScale])),
         uniform_empty_rows(a[kUniform] == Py_True) {}
 
-  Results forward(const Tensor& query, const Tensor& key, const Tensor& value) const {
+  Results forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                  bool with_lse) const {
     return ops::forward().call(
         query, key, value, mask, bias, key_lengths, seed, corner, window_left, window_right,
         dropout_p, scale ? *scale : 1.0 / std::sqrt(static_cast<double>(query.size(-1))),
-        uniform_empty_rows, c10::fromIntArrayRefSlow(origin));
+        uniform_empty_rows, c10::fromIntArrayRefSlow(origin), with_lse);
   }
 };
 
@@ -113,13 +114,14 @@ PyObject* attention_direct(PyObject*, PyObject* const* a, Py_ssize_t count) {
   check_direct("attention_direct", 4, a, count == kCount);
   Given given(a);
   if (a[kOrigin] != Py_None) given.origin = read<std::array<int64_t, 4>>(a[kOrigin]);
+  const bool only_out = a[kOnlyOut] == Py_True;
   Results results;
   {
     const py::gil_scoped_release no_gil;
-    results = given.forward(tensor(a[kQuery]), tensor(a[kKey]), tensor(a[kValue]));
+    results = given.forward(tensor(a[kQuery]), tensor(a[kKey]), tensor(a[kValue]), !only_out);
   }
   auto& [out, lse, lse_low] = results;
-  if (a[kOnlyOut] == Py_True) return THPVariable_Wrap(std::move(out));
+  if (only_out) return THPVariable_Wrap(std::move(out));
   return Py_BuildValue("(NNN)", THPVariable_Wrap(std::move(out)), THPVariable_Wrap(std::move(lse)),
                        THPVariable_Wrap(std::move(lse_low)));
   END_HANDLE_TH_ERRORS
@@ -142,7 +144,9 @@ PyObject* merged_attention_direct(PyObject*, PyObject* const* a, Py_ssize_t coun
     const Tensor query = split_heads(tensor(a[kQuery]), head_dim);
     const Tensor key = split_heads(tensor(a[kKey]), head_dim);
     const Tensor value = split_heads(tensor(a[kValue]), value_dim);
-    out = std::get<0>(given.forward(query, key, value)).transpose(1, 2).flatten(2);
+    out = std::get<0>(given.forward(query, key, value, /*with_lse=*/false))
+              .transpose(1, 2)
+              .flatten(2);
   }
   return THPVariable_Wrap(std::move(out));
   END_HANDLE_TH_ERRORS

@@ -8,14 +8,17 @@
 namespace mha_ext {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor> forward(
-    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
-    const OptionalTensor& bias, const OptionalTensor& key_lengths, const OptionalTensor& seed,
-    OptionalString corner, OptionalSymInt window_left, OptionalSymInt window_right,
-    double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin) {
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& query, const Tensor& key,
+                                           const Tensor& value, const OptionalTensor& mask,
+                                           const OptionalTensor& bias,
+                                           const OptionalTensor& key_lengths,
+                                           const OptionalTensor& seed, OptionalString corner,
+                                           OptionalSymInt window_left, OptionalSymInt window_right,
+                                           double dropout_p, double scale, bool uniform_empty_rows,
+                                           c10::SymIntArrayRef origin, bool with_lse) {
   check_shapes(query, key, &value, mask, bias, key_lengths, seed,
                {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin});
-  return {empty_out(query, value), empty_lse(query), empty_lse(query)};
+  return {empty_out(query, value), empty_lse(query, with_lse), empty_lse(query, with_lse)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(

@@ -41,7 +41,7 @@ TORCH_LIBRARY(mha_ext, m) {
       "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, "
       "Tensor? key_lengths, Tensor? seed, *, str? corner=None, SymInt? window_left=None, "
       "SymInt? window_right=None, float dropout_p=0.0, float scale, bool uniform_empty_rows=False, "
-      "SymInt[4] origin=0) -> (Tensor out, Tensor lse, Tensor lse_low)",
+      "SymInt[4] origin=0, bool with_lse=True) -> (Tensor out, Tensor lse, Tensor lse_low)",
       tags);
   m.def(
       "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
@@ -145,10 +145,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
     const OptionalTensor& bias, const OptionalTensor& key_lengths, const OptionalTensor& seed,
     const Text& corner, Integer window_left, Integer window_right, double dropout_p,
-    std::optional<double> scale, bool uniform_empty_rows, const Positions& origin) {
+    std::optional<double> scale, bool uniform_empty_rows, const Positions& origin, bool with_lse) {
   return ops::forward().call(query, key, value, mask, bias, key_lengths, seed, view(corner),
                              symbol(window_left), symbol(window_right), dropout_p,
-                             scale_or_default(scale, query), uniform_empty_rows, symbols(origin));
+                             scale_or_default(scale, query), uniform_empty_rows, symbols(origin),
+                             with_lse);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
@@ -234,9 +235,9 @@ Tensor multi_head_attention(const Tensor& query, const Tensor& key, const Tensor
   const Tensor q = split_heads("query", query, "num_heads", num_heads);
   const Tensor k = split_heads("key", key, kv_count, kv_heads);
   const Tensor v = split_heads("value", value, kv_count, kv_heads);
-  const Tensor out = std::get<0>(attention_forward(q, k, v, mask, bias, key_lengths, seed, corner,
-                                                   window_left, window_right, dropout_p, scale,
-                                                   uniform_empty_rows, Positions{}));
+  const Tensor out = std::get<0>(
+      attention_forward(q, k, v, mask, bias, key_lengths, seed, corner, window_left, window_right,
+                        dropout_p, scale, uniform_empty_rows, Positions{}, /*with_lse=*/false));
   return out.transpose(1, 2).view({out.size(0), out.size(2), out.size(1) * out.size(3)});
 }
 
@@ -295,7 +296,7 @@ PYBIND11_MODULE(_C, m) {
         py::arg("key_lengths") = none, py::arg("seed") = none, keyword_only,
         py::arg("corner") = none, py::arg("window_left") = none, py::arg("window_right") = none,
         py::arg("dropout_p") = 0.0, py::arg("scale") = none, py::arg("uniform_empty_rows") = false,
-        py::arg("origin") = Positions{},
+        py::arg("origin") = Positions{}, py::arg("with_lse") = true,
         R"(softmax(scale * query @ key.T + bias) @ value, fused, as (out, lse, lse_low).
 
 query [B, H, Lq, D], key [B, Hkv, Lk, D] and value [B, Hkv, Lk, Dv] in one of float64, float32,
@@ -307,7 +308,8 @@ scale defaults to 1 / sqrt(D). uniform_empty_rows: a query that sees nothing get
 else 0. origin: the global position (batch, head, query, key) of the first element.
 out is [B, H, Lq, Dv] over contiguous [B, Lq, H, Dv] memory; lse [B, H, Lq] is the logsumexp of the
 scores in float32 (float64 for float64), lse_low its rounding error: lse + lse_low is right to twice
-the precision. lse_low has no gradient. Raises ValueError or TypeError that name the argument.)");
+the precision. lse_low has no gradient. with_lse=False, where nobody reads them: both are empty
+tensors [0], unless a derivative needs them. Raises ValueError or TypeError that name the argument.)");
 
   m.def("attention_backward", &attention_backward, NoGil(), py::arg("grad_out"),
         py::arg("grad_lse"), py::arg("query"), py::arg("key"), py::arg("value"), py::arg("out"),

@@ -23,7 +23,8 @@ using Forward = std::tuple<Tensor, Tensor, Tensor>(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
     const OptionalTensor& bias, const OptionalTensor& key_lengths, const OptionalTensor& seed,
     OptionalString corner, OptionalSymInt window_left, OptionalSymInt window_right,
-    double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin);
+    double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin,
+    bool with_lse);
 
 using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>(
     const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,

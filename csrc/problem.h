@@ -121,9 +121,10 @@ void set(Groups<Struct>& groups, void* Struct::* member, const at::Tensor& tenso
 
 // What the operators return, with the same strides from every backend and from the Meta key.
 
-// [*G, B, H, Lq, Dv] as a view of a contiguous [*G, B, Lq, H, Dv] buffer, and [*G, B, H, Lq].
+// [*G, B, H, Lq, Dv] as a view of a contiguous [*G, B, Lq, H, Dv] buffer, and [*G, B, H, Lq]; or an
+// empty [0] where it is not wanted.
 at::Tensor empty_out(const at::Tensor& query, const at::Tensor& value);
-at::Tensor empty_lse(const at::Tensor& query);
+at::Tensor empty_lse(const at::Tensor& query, bool wanted = true);
 
 // Gradient of a [*G, B, H, L, D] tensor: contiguous where it is, so that autograd can keep it as
 // the leaf's, else of the form of out; or an empty [0] where it is not wanted.

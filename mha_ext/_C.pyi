@@ -21,6 +21,7 @@ def attention_forward(
     scale: float | None = None,
     uniform_empty_rows: bool = False,
     origin: Sequence[int] = (0, 0, 0, 0),
+    with_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """torch.ops.mha_ext.attention_forward: (out [B, H, Lq, Dv], lse [B, H, Lq], lse_low: its rounding error)."""
 

@@ -238,7 +238,7 @@ def _attend(
 
         found = attention_of_dtensors(*tensors, options)
     else:
-        found = _forward(*tensors, **options)
+        found = _forward(*tensors, **options, with_lse=not only_out)
     return found[0] if only_out else found
 
 

@@ -55,6 +55,8 @@ def _register_vmap(name: str, *, masked: bool) -> None:
                 return value.expand(size, *groups, *inner)
             return value
 
+        if "with_lse" in kwargs:
+            kwargs["with_lse"] = True  # so that every result has this dimension
         found = op(*(fold(name, value) for name, value in zip(names, args, strict=False)), **kwargs)
         if results == 1:
             return found, 0

@@ -163,6 +163,85 @@ def test_direct_is_the_operator() -> None:
     assert torch.equal(out, plain[0])
 
 
+class Calls(TorchDispatchMode):
+    """Whether each call of forward that reaches the device wants lse, and what it returns as lse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted: list[bool] = []
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.mha_ext.attention_forward.default:
+            self.wanted.append((kwargs or {}).get("with_lse", True))
+            assert found[1].shape == found[2].shape and found[1].dtype == found[2].dtype
+            self.shapes.append(tuple(found[1].shape))
+        return found
+
+
+def along_query(function: Any, query: Tensor) -> Any:
+    return torch.func.jvp(function, (query,), (torch.ones_like(query),))[1]
+
+
+def test_lse_is_computed_where_it_is_asked_for_or_a_derivative_needs_it() -> None:
+    query, key, value = tensors()
+    layer, merged = mha_ext.MultiHeadAttention(D, 2), torch.randn(B, LQ, D)
+    whole = (B, H, LQ)
+
+    def plain(query: Tensor, **options: Any) -> Any:
+        return mha_ext.attention(query, key, value, **options)
+
+    calls: list[tuple[Any, bool, tuple[int, ...]]] = [
+        (lambda: plain(query), False, (0,)),
+        (lambda: plain(query, return_lse=True), True, whole),
+        (lambda: _C.attention_forward(query, key, value), True, whole),
+        (lambda: _C.attention_forward(query, key, value, with_lse=False), False, (0,)),
+        (lambda: _C.multi_head_attention(merged, merged, merged, 2), False, (0,)),
+        (lambda: layer.requires_grad_(False)(merged), False, (0,)),
+        (lambda: layer.requires_grad_(True)(merged), True, (B, 2, LQ)),
+        (lambda: plain(query.clone().requires_grad_()), True, whole),
+        (lambda: along_query(plain, query), True, whole),
+        (lambda: torch.vmap(plain)(torch.stack([query, query])), True, (2, *whole)),
+        (lambda: plain(query.as_subclass(Wrapped)), False, (0,)),
+    ]
+    for run, wanted, shape in calls:
+        with Calls() as seen:
+            run()
+        assert seen.wanted == [wanted] and seen.shapes == [shape]
+    with torch.no_grad(), Calls() as seen:
+        plain(query.clone().requires_grad_())
+    assert seen.shapes == [(0,)]
+
+
+def test_without_lse_in_float64_its_dtype_is_kept() -> None:
+    for dtype, kind in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        given = [tensor.to(dtype) for tensor in tensors()]
+        found = _C.attention_forward(*given, with_lse=False)
+        wanted = _C.attention_forward(*given)
+        assert torch.equal(found[0], wanted[0])
+        assert [tensor.dtype for tensor in found] == [dtype, kind, kind]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_derivative_is_right_without_lse(grad: bool) -> None:
+    """The operator that promises that nobody reads lse, where its derivatives do."""
+    given = tuple(tensor.double() for tensor in tensors())
+
+    def ours(*tensors: Tensor) -> Tensor:
+        return _C.attention_forward(*tensors, with_lse=False)[0]
+
+    if not grad:
+        moved = tuple(torch.randn_like(tensor) for tensor in given)
+        found = torch.func.jvp(ours, given, moved)
+        wanted = torch.func.jvp(reference.attention, given, moved)
+    else:
+        leaves = [tensor.requires_grad_() for tensor in given]
+        found = torch.autograd.grad(ours(*leaves).sin().sum(), leaves)
+        wanted = torch.autograd.grad(reference.attention(*leaves).sin().sum(), leaves)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_direct_refuses_what_torch_must_see() -> None:
     query, key, value = tensors()
     wrapped = query.as_subclass(Wrapped)

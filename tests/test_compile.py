@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo import compiled_autograd
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -108,7 +110,10 @@ def test_opcheck(name: str, full: bool) -> None:
     options = {"scale": 0.4, **OPTIONS[name]}
     dropout = {"dropout_p": 0.3} if full else {}
     rest = (*pairs, seed if full else None)
-    torch.library.opcheck(forward, (query, key, value, *rest), {**options, **dropout})
+    for with_lse in (True, False):
+        torch.library.opcheck(
+            forward, (query, key, value, *rest), {**options, **dropout, "with_lse": with_lse}
+        )
     part = {"heads": [3, 1], "rows": [0]} if full else {}
     torch.library.opcheck(weights, (query, key, None, None, *pairs), {**options, **part})
 
@@ -118,6 +123,8 @@ def test_opcheck(name: str, full: bool) -> None:
     query, key, value, *pairs = (
         t if t is None else t.detach() for t in (query, key, value, *pairs)
     )
+    given = {**options, **dropout, "with_lse": False}
+    torch.library.opcheck(forward, (query, key, value, *pairs, rest[3]), given)
     if not full:
         lse[1] = None
     grad_lse, rest = (lse[0] if full else None), (*pairs, rest[3])
@@ -127,6 +134,22 @@ def test_opcheck(name: str, full: bool) -> None:
     args = (shown, shown, query, key, *lse, *pairs)
     options |= {**part, "output_mask": [True, False, True]}
     torch.library.opcheck(weights_backward, args, options)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_compiled_call_computes_lse_for_a_derivative_alone(grad: bool) -> None:
+    """As the compiler sees it, forward asks for lse where the graph has a backward pass."""
+    wanted: list[bool] = []
+
+    def record(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        calls = graph.graph.find_nodes(op="call_function", target=forward)
+        wanted.extend(call.kwargs.get("with_lse", True) for call in calls)
+        return make_boxed_func(graph.forward)
+
+    query, key, value, *_ = make(grad=grad)
+    compiled = torch.compile(mha_ext.attention, backend=aot_autograd(fw_compiler=record))
+    assert torch.equal(compiled(query, key, value), mha_ext.attention(query, key, value))
+    assert wanted == [grad]
 
 
 def test_meta_gives_the_strides_of_the_kernels() -> None:

@@ -15,14 +15,16 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
     const OptionalTensor& bias, const OptionalTensor& key_lengths, const OptionalTensor& seed,
     OptionalString corner, OptionalSymInt window_left, OptionalSymInt window_right,
-    double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin) {
+    double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin,
+    bool with_lse) {
   std::vector<Tensor> keep;
   Groups<Attention> groups = describe(
       query, key, &value, mask, bias, key_lengths, seed,
       {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
-  const Tensor out = empty_out(query, value), lse = empty_lse(query), lse_low = empty_lse(query);
+  const Tensor out = empty_out(query, value), lse = empty_lse(query, with_lse),
+               lse_low = empty_lse(query, with_lse);
   set(groups, &Attention::out, out, keep);
-  set_lse(groups, lse, lse_low, keep);
+  if (with_lse) set_lse(groups, lse, lse_low, keep);
   const Attention& a = groups[0];
   const int64_t count = group_count(query);
   const TypeKernels& kernels = kernels_for(a);

@@ -285,10 +285,8 @@ void few_finish(const Attention& a, int64_t b, int64_t kv, int64_t first, int64_
     const FewRow row = few_row(a, kv, first + r);
     const int64_t at = (b * a.heads + row.head) * a.queries + row.query;
     T factor = (T)a.dropout.keep_scale;
-    ((T*)a.lse)[at] = -(T)INFINITY;
-    ((T*)a.lse_low)[at] = 0;
+    if (a.lse) add_log(state.m[r], state.l[r], (T*)a.lse + at, (T*)a.lse_low + at);
     if (state.l[r] != 0) {
-      add_log(state.m[r], state.l[r], (T*)a.lse + at, (T*)a.lse_low + at);
       factor /= state.l[r];
       join_columns<K>(ldv, state.out + r * ldv);
     } else if (a.uniform_empty_rows) {

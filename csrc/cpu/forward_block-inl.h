@@ -222,9 +222,8 @@ void finish_block(const Attention& a, int64_t b, int64_t h, QueryBlock<K>& q,
   using X = typename K::X;
   const T kept = (T)a.dropout.keep_scale;
   const int64_t at = (b * a.heads + h) * a.queries + q.q0, ld = padded<K>(a.value_dim);
-  T *lse = (T*)a.lse + at, *lse_low = (T*)a.lse_low + at;
+  if (a.lse) add_logs(q.rows, q.m, q.l, -(T)INFINITY, (T*)a.lse + at, (T*)a.lse_low + at);
   uint64_t empty = 0;
-  add_logs(q.rows, q.m, q.l, -(T)INFINITY, lse, lse_low);
   for (int64_t r = 0; r < q.rows; r++) empty |= (uint64_t)(q.l[r] == 0) << r;
   if (!q.started) __builtin_memset(q.out, 0, (size_t)block_out_size<K>(a) * sizeof(T));
   for (int64_t r = 0; r < kRow; r++) q.l[r] = r < q.rows && q.l[r] != 0 ? kept / q.l[r] : 0;

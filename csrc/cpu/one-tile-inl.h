@@ -52,6 +52,21 @@ bool one_tile_scores(const Attention& a, Heads heads, QueryBlock<K>& q, ForwardS
   return seen.partial();
 }
 
+template <class K>
+void one_tile_lse(const Attention& a, Heads heads, const QueryBlock<K>& q) {
+  using T = typename K::T;
+  using X = typename K::X;
+  T high[kRow], low[kRow];
+  add_logs(q.vectors * K::kLanes, q.m, q.l, -(T)INFINITY, high, low);
+  for_heads<K>(a, heads, q.rows, [&](int64_t i, int64_t, int64_t, int64_t lane) {
+    const int64_t at = (heads.first + i) * a.queries + q.q0;
+    for (int64_t r = 0; r < q.rows; r += K::kLanes) {
+      store_up_to<X>((T*)a.lse + at + r, X::load(high + lane + r), q.rows - r);
+      store_up_to<X>((T*)a.lse_low + at + r, X::load(low + lane + r), q.rows - r);
+    }
+  });
+}
+
 // P of the heads, dropped, in w.s, and lse.
 template <class K>
 void one_tile_weights(const Attention& a, Heads heads, bool partial, QueryBlock<K>& q,
@@ -61,15 +76,9 @@ void one_tile_weights(const Attention& a, Heads heads, bool partial, QueryBlock<
   const T* const top = scores_are_product<K>(a, nullptr) ? w.top : nullptr;
   softmax_one_tile<K>(a.keys, q.vectors, w.s, top, Seen{partial ? w.bits : nullptr}, q.m, q.l);
   const int64_t lanes = q.vectors * K::kLanes;
-  T high[kRow], low[kRow];
-  add_logs(lanes, q.m, q.l, -(T)INFINITY, high, low);
+  if (a.lse) one_tile_lse<K>(a, heads, q);
   uint64_t rows = 0;
-  for_heads<K>(a, heads, q.rows, [&](int64_t i, int64_t, int64_t, int64_t lane) {
-    const int64_t at = (heads.first + i) * a.queries + q.q0;
-    for (int64_t r = 0; r < q.rows; r += K::kLanes) {
-      store_up_to<X>((T*)a.lse + at + r, X::load(high + lane + r), q.rows - r);
-      store_up_to<X>((T*)a.lse_low + at + r, X::load(low + lane + r), q.rows - r);
-    }
+  for_heads<K>(a, heads, q.rows, [&](int64_t, int64_t, int64_t, int64_t lane) {
     rows |= first_bits(q.rows) << lane;
   });
   uint64_t empty = 0;

@@ -110,7 +110,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
   } else {
     std::tie(std::ignore, high, low) =
         attention_forward(query, key, value, mask, bias, key_lengths, std::nullopt, corner,
-                          window_left, window_right, 0.0, scale, uniform_empty_rows, origin);
+                          window_left, window_right, 0.0, scale, uniform_empty_rows, origin,
+                          /*with_lse=*/true);
   }
   std::vector<Tensor> keep;
   Groups<Attention> groups =

@@ -54,7 +54,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
     const OptionalTensor& bias, const OptionalTensor& key_lengths, const OptionalTensor& seed,
     OptionalString corner, OptionalSymInt window_left, OptionalSymInt window_right,
-    double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin) {
+    double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin,
+    bool with_lse) {
   const c10::DeviceGuard guard(query.device());
   std::vector<Tensor> keep;
   Groups<Attention> groups = describe(
@@ -73,6 +74,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   const Stream stream = current_stream(query.device());
   for (int64_t i = 0; i < group_count(query); i++)
     check_launch(forward(groups[i], scratch.mutable_data_ptr(), stream));
+  // These kernels write lse in any case.
+  if (!with_lse) return {out, empty_lse(query, false), empty_lse(query, false)};
   return {out, lse, lse_low};
 }
 
@@ -261,7 +264,7 @@ Levels levels_of(const Tensor& query, const Tensor& key, const OptionalTensor& l
   const auto [out, high, low] = attention_forward(
       query, key, key.narrow(-1, 0, 0), mask, bias, key_lengths, /*seed=*/std::nullopt,
       options.corner, options.window_left, options.window_right, /*dropout_p=*/0.0, options.scale,
-      options.uniform_empty_rows, options.origin);
+      options.uniform_empty_rows, options.origin, /*with_lse=*/true);
   return {high, low};
 }
 

@@ -65,7 +65,8 @@ struct Attention {
 
   Rows out;  // [B, H, Lq, Dv]
   // [B, H, Lq] contiguous, float (double for float64). lse + lse_low is lse to twice the precision:
-  // where |lse| is large, P = exp(S - lse) needs it. nullptr = zero.
+  // where |lse| is large, P = exp(S - lse) needs it. nullptr = zero, and
+  // in forward that nobody reads it.
   void* lse = nullptr;
   void* lse_low = nullptr;
 };

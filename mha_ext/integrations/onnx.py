@@ -62,6 +62,7 @@ def _attention_forward(
     scale: float = 1.0,
     uniform_empty_rows: bool = False,
     origin: Sequence[int] = (0, 0, 0, 0),
+    with_lse: bool = True,
 ) -> tuple[Value, Value, Value]:
     """(out, lse, lse_low); what is not used is left out of the graph by the exporter."""
     if dropout_p:

@@ -306,6 +306,7 @@ def attention_forward(
     bias: Tensor | None,
     key_lengths: Tensor | None,
     seed: Tensor | None,
+    with_lse: bool = True,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """mha_ext::attention_forward on the emulator; groups one by one."""
@@ -319,6 +320,8 @@ def attention_forward(
         results = library().forward(_described(group, options, *operands))
         for to, result in zip((out, lse, lse_low), results, strict=True):
             to[group].copy_(result)
+    if not with_lse:
+        lse, lse_low = lse.new_empty(0), lse.new_empty(0)
     return out, lse, lse_low
 
 
