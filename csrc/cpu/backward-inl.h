@@ -57,7 +57,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const NextPart next = next_part(a, g, b, kv, part);
   w.once = once_of_head && !uniform;
   for (int64_t r = 0; r < kRow; r++) w.one[r] = 1;
-  if (K::kPairs && !g.grad_bias.data) {
+  if (K::kPairs && !w.once && !g.grad_bias.data) {
     w.p_queries = w.p_rows;
     w.ds_queries = w.pair_rows;
     w.ds_keys = w.pairs;

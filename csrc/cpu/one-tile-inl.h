@@ -16,6 +16,29 @@ void scale_lanes(const typename K::T* factor, int64_t keys, int64_t vectors, typ
   }
 }
 
+// What the rows of a head need of its keys, or nullptr: all of them. The same for all heads but for
+// lengths; without those, rows of one band need most of the keys.
+template <class K>
+class OneTileBands {
+ public:
+  OneTileBands(const Attention& a, const QueryBlock<K>& q, Range* room)
+      : a_(a), q_(q), room_(room) {}
+  const Range* of(int64_t b) {
+    if (!known_ || a_.key_lengths) {
+      cut_ = (a_.key_lengths || q_.rows > kBandQueries<K>) &&
+             find_bands<K>(a_, b, q_.q0, q_.rows, 0, a_.keys, room_);
+      known_ = true;
+    }
+    return cut_ ? room_ : nullptr;
+  }
+
+ private:
+  const Attention& a_;
+  const QueryBlock<K>& q_;
+  Range* room_;
+  bool known_ = false, cut_ = false;
+};
+
 // S of the heads, in w.s, and the largest of each query, where scores_are_product, in w.top.
 // Whether some pairs are hidden; then w.bits says which. prepare(b, h) is called before each head,
 // and returns its keys.
@@ -25,6 +48,7 @@ bool one_tile_scores(const Attention& a, Heads heads, QueryBlock<K>& q, ForwardS
   using T = typename K::T;
   T* const top = scores_are_product<K>(a, nullptr) ? w.top : nullptr;
   SeenByHeads seen(a.keys, w.bits);
+  OneTileBands<K> bands(a, q, w.bands);
   const bool hides = a.mask.data || !hides_nothing(a);
   const bool in_rows = takes_rows<K>(q.rows, a.keys, a.head_dim);
   const auto lanes = [&](int64_t b, int64_t h) {
@@ -46,7 +70,8 @@ bool one_tile_scores(const Attention& a, Heads heads, QueryBlock<K>& q, ForwardS
     Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, 0, a.keys, bits);
     if (visible != Visibility::kEmpty)
       visible = scores<K>(a, b, h, q.q0, q.rows, 0, a.keys, lanes(b, h), key_rows, visible, bits,
-                          w.s + lane, w.extra, nullptr, nullptr, top ? top + lane : nullptr);
+                          w.s + lane, w.extra, nullptr, top ? nullptr : bands.of(b),
+                          top ? top + lane : nullptr);
     seen.add(visible, bits, q.rows, lane);
   });
   return seen.partial();
@@ -126,6 +151,7 @@ void forward_one_tile(const Attention& a, Heads heads, int64_t q0, int64_t rows,
       return packed;
     });
     one_tile_weights<K>(a, heads, partial, q, w);
+    OneTileBands<K> bands(a, q, w.bands);
     for_heads<K>(a, heads, q.rows, [&](int64_t, int64_t b, int64_t h, int64_t lane) {
       const typename K::S* value = row_of<K>(a.value, b, kv_head(a, h), 0);
       typename K::S* to = row_of<K>(a.out, b, h, q.q0);
@@ -145,10 +171,22 @@ void forward_one_tile(const Attention& a, Heads heads, int64_t q0, int64_t rows,
         for (int64_t n = 0; n < keys; n++) w.head_bits[n] = w.bits[n] >> lane;
         width_selected<K, Contiguous::kAlongM>(values, q.rows, w.s + lane, w.head_bits, to,
                                                a.out.row, q.out);
-      } else {
-        width_rows<K, Contiguous::kAlongM, false, typename K::S, Cache::kFirst>(
-            values, q.rows, w.s + lane, to, a.out.row, to_next);
+        return;
       }
+      // A row that sees nothing may need all keys.
+      const Range* const some = partial && !a.uniform_empty_rows ? bands.of(b) : nullptr;
+      if (!some)
+        return width_rows<K, Contiguous::kAlongM, false, typename K::S, Cache::kFirst>(
+            values, q.rows, w.s + lane, to, a.out.row, to_next);
+      for_bands<K>(some, keys, vectors_of<K>(q.rows), [&](Range seen, int64_t i, int64_t count) {
+        const int64_t r = i * K::kLanes;
+        WidthRows<K> x = values;
+        x.data += seen.begin * x.stride;
+        x.count = seen.end - seen.begin;
+        width_rows<K, Contiguous::kAlongM, false, typename K::S, Cache::kFirst>(
+            x, min_of(q.rows - r, count * K::kLanes), w.s + seen.begin * kRow + lane + r,
+            to + r * a.out.row, a.out.row, to_next);
+      });
     });
   }
 }

@@ -39,6 +39,36 @@ struct PairUnits {
   static void join(__m512 (&v)[2]) {
     F32x16::place(v, _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
   }
+  // (x[c], y[c]) of two rows, `stride` apart, or of one and zeros, for 16 columns, or for 32 as
+  // pair_columns_of has them, of which there are `left`.
+  template <bool kBoth>
+  static void load_two(const BFloat16* p, int64_t stride, int64_t left, __m512 (&v)[2]) {
+    const __m512 x = load_row(p, left), y = kBoth ? load_row(p + stride, left) : F32x16::zero();
+    for (int i = 0; i < 2; i++) v[i] = pair_columns_of(x, y, i);
+  }
+  template <bool kBoth>
+  static void load_two(const BFloat16* p, int64_t stride, int64_t left, __m512 (&v)[1]) {
+    v[0] = _mm512_castsi512_ps(pair_at(p, stride, 0, kBoth ? 2 : 1, lanes(left)));
+  }
+  // Sums of those columns, rounded. The instruction would take a subnormal number for zero, but
+  // add_products gives none.
+  static void store_sums(BFloat16* p, const __m512 (&sum)[2], int64_t left) {
+    const __m512i all = both(sum[0], sum[1]);
+    const __m512i order = _mm512_setr_epi32(0, 0, 4, 0, 1, 0, 5, 0, 2, 0, 6, 0, 3, 0, 7, 0);
+    const __m512i x = _mm512_permutex2var_epi64(all, order, all);
+    if (left >= 32) return _mm512_storeu_si512(p, x);
+    store_half(p, _mm512_castsi512_si256(x), left);
+    if (left > 16) store_half(p + 16, _mm512_extracti64x4_epi64(x, 1), left - 16);
+  }
+  static void store_sums(BFloat16* p, const __m512 (&sum)[1], int64_t left) {
+    store_half(p, rounded(sum[0]), left);
+  }
+  static void store_half(BFloat16* p, __m256i x, int64_t left) {
+    if (left >= 16)
+      _mm256_storeu_si256((__m256i*)p, x);
+    else
+      _mm256_mask_storeu_epi16(p, lanes(left), x);
+  }
   // (from[r][c], from[r + 1][c]) for 16 columns; zero past the last row and column.
   static __m512i pair_at(const BFloat16* from, int64_t stride, int64_t r, int64_t rows,
                          __mmask16 in) {

@@ -17,10 +17,13 @@ struct Kind {
   static constexpr int kLanes = X::kLanes;
   static constexpr bool kPairs = Dot::kStep == 2;
   static constexpr bool kInPlace = sizeof(S) == sizeof(T);  // storage is what the products read
-  // Where it takes long to widen rows, lanes of queries may be emptier; and no head is one tile for
-  // products of pairs unless its queries are a vector.
+  // Where it takes long to widen rows, lanes of queries may be emptier; and K is packed once for
+  // more blocks of queries than one where products are of pairs, which a matrix unit does best.
   static constexpr KernelLimits kLimits = {X::kRegisters == 32 || kInPlace ? 8 : 6,
-                                           kPairs ? kLanes : INT64_MAX, kLanes};
+                                           !kPairs               ? INT64_MAX
+                                           : Dot::kRowBlock == 1 ? kTile
+                                                                 : kLanes,
+                                           kLanes};
   // Whether products read rows of K or V where they are: where they follow one another, or, on some
   // processors, where few blocks of queries read them. Else rows are packed: those that stand far
   // apart share few cache sets.

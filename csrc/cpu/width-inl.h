@@ -128,6 +128,91 @@ void width_product(const WidthRows<K>& x, const typename K::T* tile, To* to, int
   }
 }
 
+// The weights of a tile as products take them: of pairs, two of those that are added up in a unit,
+// unit[n / 2][64 r] along m, unit[r][n / 2] along t.
+template <class K>
+constexpr int64_t kWidthUnits = K::kPairs ? kFewRows / 2 * kRow : 1;
+template <class K, Contiguous kA>
+const typename K::Unit* width_weights(const typename K::T* tile, int64_t rows, int64_t count,
+                                      typename K::Unit (&room)[kWidthUnits<K>]) {
+  if constexpr (!K::kPairs) return tile;
+  if constexpr (K::kPairs && kA == Contiguous::kAlongM)
+    K::Dot::pair_rows(tile, count, vectors_of<K>(rows), room);
+  if constexpr (K::kPairs && kA == Contiguous::kAlongT)
+    K::Dot::pair_columns(tile, rows, count, room);
+  return room;
+}
+
+// What width_product gives, of pairs of rows of x: for the 32 columns from the first on and, with
+// kTwo, for 32 from `second` on; or, where there are no more, for 16. `left`: how many there are.
+template <class K, Contiguous kA, int kRows, int kHalves, bool kTwo, Cache kInto>
+void width_pairs(const WidthRows<K>& x, const typename K::Unit* weights, typename K::S* to,
+                 int64_t to_stride, int64_t to_next, int64_t left, int64_t second) {
+  using Dot = typename K::Dot;
+  using V = typename K::X::V;
+  constexpr int kPieces = kTwo ? 2 : 1;
+  constexpr int64_t kBytes = kHalves * K::kLanes * (int64_t)sizeof(typename K::S);
+  V sum[kRows][kPieces][kHalves];
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 2
+    for (int i = 0; i < kPieces; i++)
+#pragma GCC unroll 2
+      for (int half = 0; half < kHalves; half++) sum[r][i][half] = K::X::zero();
+  const typename K::S* row = x.data;
+  const auto step = [&]<bool kBoth>(int64_t n) __attribute__((always_inline)) {
+    V v[kPieces][kHalves];
+#pragma GCC unroll 2
+    for (int i = 0; i < kPieces; i++) {
+      const typename K::S* const from = row + i * second;
+      Dot::template load_two<kBoth>(from, x.stride, left, v[i]);
+      ask_beside<kBytes>(from, x.next);
+      if constexpr (kBoth) ask_beside<kBytes>(from + x.stride, x.next);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; r++) {
+      const V w =
+          Dot::set(weights[kA == Contiguous::kAlongM ? n / 2 * kRow + r : r * (kRow / 2) + n / 2]);
+#pragma GCC unroll 2
+      for (int i = 0; i < kPieces; i++)
+#pragma GCC unroll 2
+        for (int half = 0; half < kHalves; half++)
+          sum[r][i][half] = Dot::add_products(sum[r][i][half], v[i][half], w);
+    }
+    row += 2 * x.stride;
+  };
+  int64_t n = 0;
+  for (; n + 2 <= x.count; n += 2) step.template operator()<true>(n);
+  if (n < x.count) step.template operator()<false>(n);
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; r++, to += to_stride)
+#pragma GCC unroll 2
+    for (int i = 0; i < kPieces; i++) {
+      Dot::store_sums(to + i * second, sum[r][i], left);
+      ask_beside<kBytes, kInto>(to + i * second, to_next);
+    }
+}
+
+// All columns for kRows rows, likewise.
+template <class K, Contiguous kA, int kRows, Cache kInto>
+void width_pair_columns(const WidthRows<K>& x, int64_t next, const typename K::Unit* weights,
+                        typename K::S* to, int64_t to_stride, int64_t to_next) {
+  constexpr int64_t kPiece = 2 * K::kLanes;
+  const int64_t columns = x.columns, last = columns - kPiece;
+  const auto some = [&]<int kHalves, bool kTwo>(int64_t at, int64_t left, int64_t second)
+                        __attribute__((always_inline)) {
+                          width_pairs<K, kA, kRows, kHalves, kTwo, kInto>(
+                              {x.data + at, x.stride, x.count, columns, next}, weights, to + at,
+                              to_stride, to_next, left, second);
+                        };
+  if (columns <= K::kLanes) return some.template operator()<1, false>(0, columns, 0);
+  if (last < 0) return some.template operator()<2, false>(0, columns, 0);
+  int64_t d = 0;
+  for (; columns - d > kPiece; d += 2 * kPiece)
+    some.template operator()<2, true>(d, kPiece, min_of(kPiece, last - d));
+  if (d < columns) some.template operator()<2, false>(last, kPiece, 0);
+}
+
 // All columns for kRows rows; the last vectors are moved back, as in for_vectors. Where half a
 // vector is enough for the last columns, and half the work, it is one.
 template <class K, Contiguous kA, int kRows, bool kAdd, Cache kInto, class To>
@@ -178,15 +263,21 @@ template <class K, Contiguous kA, bool kAdd = false, class To = typename K::S,
           Cache kInto = Cache::kSecond>
 void width_rows(const WidthRows<K>& x, int64_t rows, const typename K::T* tile, To* to,
                 int64_t to_stride, int64_t to_next) {
+  static_assert(!K::kPairs || !kAdd);
   if (rows == 0) return;
   const int64_t part = ceil_div(rows, ceil_div(rows, kWidthGroup));
   int64_t next = x.next, then = x.then;
+  typename K::Unit room[kWidthUnits<K>];
+  const typename K::Unit* weights = width_weights<K, kA>(tile, rows, x.count, room);
   const auto some = [&]<int kRows>() __attribute__((always_inline)) {
     for (; part >= kRows && rows >= kRows; rows -= kRows) {
-      width_columns<K, kA, kRows, kAdd, kInto>(x, next, tile, to, to_stride, to_next);
+      if constexpr (K::kPairs)
+        width_pair_columns<K, kA, kRows, kInto>(x, next, weights, to, to_stride, to_next);
+      else
+        width_columns<K, kA, kRows, kAdd, kInto>(x, next, weights, to, to_stride, to_next);
       next = then;
       then = 0;
-      tile += kRows * (kA == Contiguous::kAlongM ? 1 : kRow);
+      weights += kRows * (kA == Contiguous::kAlongM ? 1 : kRow / K::Dot::kStep);
       to += kRows * to_stride;
     }
   };
@@ -208,7 +299,7 @@ void width_selected(const WidthRows<K>& x, int64_t rows, const typename K::T* ti
   constexpr bool kQueries = kA == Contiguous::kAlongM;  // rows are queries, and n keys
   typename K::T weight[kTile];
   for (int64_t r = 0; r < rows; r++) {
-    for (int64_t d = 0; d < padded<K>(x.columns); d++) sums[d] = 0;
+    for (int64_t d = 0; d < few_width<K>(x.columns); d++) sums[d] = 0;
     for (int64_t n0 = 0; n0 < x.count; n0 += kTile) {
       uint64_t seen = 0;
       for (int64_t i = 0; i < min_of(kTile, x.count - n0); i++) {
@@ -216,8 +307,12 @@ void width_selected(const WidthRows<K>& x, int64_t rows, const typename K::T* ti
         weight[i] = tile[kQueries ? n * kRow + r : r * kRow + n];
         seen |= (kQueries ? bits[n] >> r & 1 : bits[r] >> n & 1) << i;
       }
-      few_selected<K>(x.data + n0 * x.stride, x.stride, seen, x.columns, weight, sums);
+      if constexpr (K::kPairs)
+        few_seen_values<K>(x.data + n0 * x.stride, x.stride, seen, x.columns, weight, sums);
+      else
+        few_selected<K>(x.data + n0 * x.stride, x.stride, seen, x.columns, weight, sums);
     }
+    if constexpr (K::kPairs) join_columns<K>(few_width<K>(x.columns), sums);
     scale_out<typename K::X>(sums, 0, 1, 1, x.columns, to + r * to_stride, to_stride);
   }
 }
