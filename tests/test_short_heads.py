@@ -38,6 +38,8 @@ SHAPES = {
         emulated=((12, 10, 50),),
     )
 }
+# With more queries than a band has.
+LONGER = ((12, 10, 50), (20, 30, 24), (32, 24, 8), *size(((64, 60, 20),), emulated=()))
 OPTIONS = {
     "plain": {},
     "mask": {"mask": "bhqk", "empty_rows": "uniform"},
@@ -126,7 +128,7 @@ def test_every_shape(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-@pytest.mark.parametrize("shape", [(12, 10, 50), (20, 30, 24), (32, 24, 8)], ids=str)
+@pytest.mark.parametrize("shape", LONGER, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_option(
     dtype: torch.dtype, shape: tuple[int, int, int], options: dict[str, Any]

@@ -48,7 +48,9 @@ struct PairUnits {
   }
   template <bool kBoth>
   static void load_two(const BFloat16* p, int64_t stride, int64_t left, __m512 (&v)[1]) {
-    v[0] = _mm512_castsi512_ps(pair_at(p, stride, 0, kBoth ? 2 : 1, lanes(left)));
+    const __mmask16 in = lanes(left);
+    const __m256i y = kBoth ? _mm256_maskz_loadu_epi16(in, p + stride) : _mm256_setzero_si256();
+    v[0] = _mm512_castsi512_ps(pair(_mm256_maskz_loadu_epi16(in, p), y));
   }
   // Sums of those columns, rounded. The instruction would take a subnormal number for zero, but
   // add_products gives none.
