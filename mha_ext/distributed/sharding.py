@@ -59,6 +59,8 @@ def _register(op: Any) -> None:
                 return Partial() if place.is_replicate() else place
             if "output_mask" in options and not options["output_mask"][results.index(name)]:
                 return Replicate()
+            if name in _LSE and not options.get("with_lse", True):  # an empty tensor
+                return Replicate()
             return Shard(rank + dim)  # of lse too: it lacks the last dimension
 
         def placements(dim: int) -> tuple[list[Any], list[Any]]:

@@ -61,8 +61,15 @@ def placement(tensor: Tensor, dim: int | None) -> Placement:
     return Replicate() if tensor.shape[dim] == 1 else Shard(dim)
 
 
-def operator(name: str, dim: int | None, dropout_p: float = 0.0, compile: bool = False) -> None:
+def operator(
+    name: str,
+    dim: int | None,
+    dropout_p: float = 0.0,
+    compile: bool = False,
+    **changes: Any,
+) -> None:
     args, options = calls(dropout_p)[name]
+    options |= changes
     op: Any = getattr(ops, name).default
     wanted = op(*args, **options)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -133,6 +140,10 @@ for _name in calls(0.0):
 for _name in ("attention_forward", "attention_backward"):
     CASES[f"{_name}, dropout"] = partial(operator, _name, 1, 0.3)
     CASES[f"{_name}, compiled"] = partial(operator, _name, 1, compile=True)
+for _dim in (None, 0, 1):
+    CASES[f"attention_forward without lse, {_dim}"] = partial(
+        operator, "attention_forward", _dim, with_lse=False
+    )
 CASES |= {
     "second order": second_order,
     "linear, rows": partial(linear, Shard(0), Replicate(), Shard(0), True),
