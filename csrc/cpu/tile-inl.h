@@ -17,9 +17,9 @@ struct Kind {
   static constexpr int kLanes = X::kLanes;
   static constexpr bool kPairs = Dot::kStep == 2;
   static constexpr bool kInPlace = sizeof(S) == sizeof(T);  // storage is what the products read
-  // Where it takes long to widen rows, lanes of queries may be emptier. Where products are of pairs,
-  // tiles are better for more than one block of queries, since these share what is packed of K; on
-  // a matrix unit for more than a vector of them.
+  // Where it takes long to widen rows, lanes of queries may be emptier. Where products are of
+  // pairs, tiles are better for more than one block of queries, since these share what is packed of
+  // K; on a matrix unit for more than a vector of them.
   static constexpr KernelLimits kLimits = {X::kRegisters == 32 || kInPlace ? 8 : 6,
                                            !kPairs               ? INT64_MAX
                                            : Dot::kRowBlock == 1 ? kTile
