@@ -63,6 +63,7 @@ SPILLS = [
     (r"forward_hopper_kernel<.*, 256, false, 2, ", 748),
     (r"forward_hopper_kernel<.*, 64, true, [34], ", 318),
     (r"forward_hopper_kernel<.*, 64, false, 2, ", 308),
+    (r"forward_hopper_kernel<.*, 64, false, 4, ", 1340),
     (r"forward_hopper_kernel<.*, 128, true, 2, ", 240),
     (r"forward_hopper_kernel<.*, 256, true, 2, ", 220),
     (r"forward_hopper_kernel<.*, 64, true, 2, ", 88),

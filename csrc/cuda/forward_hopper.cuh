@@ -343,14 +343,26 @@ template <class F>
 int64_t cost_of_pairs(const Attention& a, int64_t each) {
   return ceil_div(a.queries, F::kRows) * F::kRows * ceil_div(a.keys, F::kKeys) * F::kKeys * each;
 }
+// Lengths and what hides or drops pairs alone decide between kernels: among others a sequence has
+// the one, and the bits, that it has alone.
+template <class S, int kWidth>
+const char* with_options(const Attention& a, Stream stream) {
+  using Two = HopperForward<S, kWidth, false>;
+  if constexpr (kWidth <= 64) {
+    using Four = HopperForward<S, kWidth, false, 4, 64>;
+    constexpr int64_t kShort = 512;
+    const bool may = a.keys > Four::kKeys && (a.keys <= kShort || !a.dropout.seed);
+    const int64_t two = cost_of_pairs<Two>(a, a.keys <= kShort && !a.dropout.seed ? 134 : 109);
+    if (may && cost_of_pairs<Four>(a, 100) <= two) return run_forward_hopper<Four>(a, stream);
+  }
+  return run_forward_hopper<Two>(a, stream);
+}
 template <class S, int kWidth>
 const char* by_options(const Attention& a, Stream stream) {
   if (a.mask.data || a.dropout.seed || !((float)a.scale > 0))
-    return run_forward_hopper<HopperForward<S, kWidth, false>>(a, stream);
+    return with_options<S, kWidth>(a, stream);
   using Two = HopperForward<S, kWidth, true>;
   if constexpr (kWidth <= 64) {
-    // Lengths alone decide: among others a sequence has the kernel, and the bits, that it has
-    // alone.
     using Three = HopperForward<S, kWidth, true, 3>;
     using Four = HopperForward<S, kWidth, true, 4, 64>;
     constexpr int64_t kLong = 1024;

@@ -122,7 +122,7 @@ struct Turns {
 
 // Under a mask, what the producer notes of a tile of keys: its number, with a bit for each
 // consumer: the mask hides none of its pairs; and behind the last tile that there is no more.
-constexpr int kNoTile = -1, kClearBit = 29;
+constexpr int kNoTile = -1, kClearBit = 28;
 template <class F>
 DEVICE bool is_noted(const Attention& a) {
   return !F::kPlain && a.mask.data;

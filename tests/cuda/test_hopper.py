@@ -151,6 +151,12 @@ OPTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         {"left": 90},
     ),
     ({"queries": 180, "keys": 2100}, {"left": 900}),
+    # the same with what hides or drops pairs
+    ({"queries": 250, "keys": 190, "heads": 4, "batch": 2, "mask": "b1qk"}, {}),
+    ({"queries": 250, "keys": 500, "mask": "b1qk", "squares": True}, {"right": 0}),
+    ({"queries": 250, "keys": 300, "head_dim": 40, "dropout_p": 0.3, "mask": "b11k"}, {}),
+    ({"queries": 500, "keys": 190, "dropout_p": 0.2, "key_lengths": "random"}, {"left": 90}),
+    ({"queries": 250, "keys": 200, "scale": -0.2, "dtype": torch.float16}, {}),
 )
 
 
@@ -514,6 +520,21 @@ def test_mutations_under_a_mask(name: str, tmp_path: Path) -> None:
         assert not found
     else:
         assert any(part in found for part in sign.split("|")) and found, f"caught as {found!r}"
+
+
+@pytest.mark.parametrize("consumers", [2, 4])
+@pytest.mark.parametrize("old,new", [("", ""), ("kClearBit = 28", "kClearBit = 29")])
+def test_notes_for_each_consumer(consumers: int, old: str, new: str, tmp_path: Path) -> None:
+    """Those of four consumers have one bit each beside the number of the tile."""
+    kind = {2: "false>", 4: "false, 4, 64>"}[consumers]
+    forward = MASKED_FORWARD.replace("false>", kind)
+    sources = {**MASKED_SOURCES, "forward.cu": forward}
+    kernels = mutated(tmp_path, FORWARD_TILES, old or "kNoTile = -1", new or "kNoTile = -1", sources)
+    library = Library(emulated.build(kernels, ["-O1"]))
+    library.hopper = True
+    of = {"queries": 400, "keys": 330, "mask": "bhqk", "heads": 4, "squares": True}
+    found = [results(library, of, band, False, 0) for band in ({}, {"right": 0})]
+    assert any(found) == bool(old and consumers == 4), found
 
 
 def verdict(
