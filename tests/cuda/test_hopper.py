@@ -529,7 +529,9 @@ def test_notes_for_each_consumer(consumers: int, old: str, new: str, tmp_path: P
     kind = {2: "false>", 4: "false, 4, 64>"}[consumers]
     forward = MASKED_FORWARD.replace("false>", kind)
     sources = {**MASKED_SOURCES, "forward.cu": forward}
-    kernels = mutated(tmp_path, FORWARD_TILES, old or "kNoTile = -1", new or "kNoTile = -1", sources)
+    kernels = mutated(
+        tmp_path, FORWARD_TILES, old or "kNoTile = -1", new or "kNoTile = -1", sources
+    )
     library = Library(emulated.build(kernels, ["-O1"]))
     library.hopper = True
     of = {"queries": 400, "keys": 330, "mask": "bhqk", "heads": 4, "squares": True}
