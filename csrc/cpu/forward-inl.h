@@ -97,6 +97,14 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       }
       const Range* const bands =
           find_bands<K>(a, b, q.q0, q.rows, k0, keys, w.bands) ? w.bands : nullptr;
+      if constexpr (K::Dot::kRowBlock > 1) {
+        if (with_values && visible == Visibility::kFull && !bands && keys == kTile &&
+            !a.dropout.seed && !a.bias.data && !has_few_queries(a, K::kLimits)) {
+          matrix_tile<K>(a, key_rows, value_columns, q, w);
+          q.started = true;
+          continue;
+        }
+      }
       T* const top = scores_are_product<K>(a, bands) ? w.top : nullptr;
       visible = scores<K>(a, b, h, q.q0, q.rows, k0, keys, q.query, key_rows, visible, w.bits, w.s,
                           w.extra, &w.ahead, bands, top);
@@ -109,7 +117,9 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       const bool paired =
           K::kPairs && with_values && !partial && !bands && keys == kTile && !dropout;
       if constexpr (K::kPairs) {
-        if (paired) softmax_pairs<K>(q.vectors, q.started, w.s, q.m, q.l, q.out, rescaled, w.pairs);
+        if (paired)
+          softmax_pairs<K>(q.vectors, q.started, w.s, 1, q.m, q.l, q.out, rescaled, w.pairs,
+                           w.ahead);
       }
       if (!paired)
         for_bands<K>(bands, keys, q.vectors, [&](Range seen, int64_t first, int64_t count) {

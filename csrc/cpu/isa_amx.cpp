@@ -131,18 +131,29 @@ struct MultiplyTiles : PairUnits<16> {
   static void transpose_pairs(const BFloat16* from, int64_t stride, int64_t rows, int64_t columns,
                               Unit* to) {
     const int64_t ld = units(rows);
-    for (int64_t c = 0; c < columns; c += 16) {
-      const __mmask16 in = lanes(columns - c);
+    for (int64_t c = 0; c < columns; c += 32)
       for (int64_t u = 0; u < ld; u += 16) {
-        __m512 block[16];
+        __m512 block[2][16];
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++)
-          block[i] = _mm512_castsi512_ps(pair_at(from + c, stride, 2 * (u + i), rows, in));
-        F32x16::transpose(block);
+        for (int i = 0; i < 16; i++) {
+          const int64_t r = 2 * (u + i), left = columns - c;
+          const __m512 x = load_row(from + (r < rows ? r * stride + c : 0), r < rows ? left : 0);
+          const __m512 y =
+              load_row(from + (r + 1 < rows ? (r + 1) * stride + c : 0), r + 1 < rows ? left : 0);
+          block[0][i] = pair_columns_of(x, y, 0);
+          block[1][i] = pair_columns_of(x, y, 1);
+        }
+#pragma GCC unroll 2
+        for (int part = 0; part < 2; part++) {
+          F32x16::transpose(block[part]);
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) _mm512_storeu_ps((float*)(to + (c + i) * ld + u), block[i]);
+          for (int i = 0; i < 16; i++) {
+            const int64_t column = c + i / 4 * 8 + part * 4 + i % 4;
+            if (column < round_up(columns, 16))
+              _mm512_storeu_ps((float*)(to + column * ld + u), block[part][i]);
+          }
+        }
       }
-    }
   }
 
   static double multiply_add(int64_t count) {
@@ -175,6 +186,8 @@ struct MultiplyTiles : PairUnits<16> {
 #include "width-inl.h"
 //
 #include "forward_block-inl.h"
+//
+#include "matrix-inl.h"
 //
 #include "forward-inl.h"
 //

@@ -154,13 +154,15 @@ void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, See
 }
 
 // The same for all 64 keys, P as pairs of keys; S stays. kTry: in the hope that no level has to be
-// raised. False, where one has to: then l is as it was.
-template <class K, int NV, bool kTry>
-bool softmax_pairs_lanes(const typename K::T* s, const typename K::T* m, typename K::T* l,
-                         typename K::Unit* pairs) {
+// raised. False, where one has to: then l is as it was. Where a matrix unit makes S, which neither
+// scales it nor asks for what is wanted next: of S times `factor` (else 1), and kAsk: two lines are
+// asked for with each two keys of a vector.
+template <class K, int NV, bool kTry, bool kAsk>
+bool softmax_pairs_lanes(const typename K::T* s, typename K::T factor, const typename K::T* m,
+                         typename K::T* l, typename K::Unit* pairs, Ahead& ahead) {
   using X = typename K::X;
   using V = typename X::V;
-  const V lowest = X::set(-(typename K::T)INFINITY);
+  const V lowest = X::set(-(typename K::T)INFINITY), f = X::set(factor);
   V level[NV], sum[2][NV], top[NV];
 #pragma GCC unroll 4
   for (int i = 0; i < NV; i++) {
@@ -169,17 +171,28 @@ bool softmax_pairs_lanes(const typename K::T* s, const typename K::T* m, typenam
     sum[0][i] = sum[1][i] = X::zero();
     top[i] = lowest;
   }
+  const auto scaled = [&](V score) __attribute__((always_inline)) {
+    return K::Dot::kRowBlock > 1 ? X::mul(f, score) : score;
+  };
+  [[maybe_unused]] Ahead::Lines lines{};
+  if constexpr (kAsk) lines = ahead.lines();
   for (int64_t n = 0; n < kTile; n += 2)
 #pragma GCC unroll 4
     for (int i = 0; i < NV; i++) {
+      if constexpr (kAsk) {
+        ahead.ask(lines);
+        ahead.ask(lines);
+      }
       const typename K::T* p = s + n * kRow + i * K::kLanes;
-      const V x0 = X::sub(X::load(p), level[i]), x1 = X::sub(X::load(p + kRow), level[i]);
+      const V x0 = X::sub(scaled(X::load(p)), level[i]);
+      const V x1 = X::sub(scaled(X::load(p + kRow)), level[i]);
       if (kTry) top[i] = X::max(x1, X::max(x0, top[i]));
       const V e0 = exp_of<X>(x0), e1 = exp_of<X>(x1);
       sum[0][i] = X::add(sum[0][i], e0);
       sum[1][i] = X::add(sum[1][i], e1);
       K::Dot::store_pairs(e0, e1, pairs + n / 2 * kRow + i * K::kLanes);
     }
+  if constexpr (kAsk) ahead.stopped(lines);
   uint64_t grows = 0;
 #pragma GCC unroll 4
   for (int i = 0; i < NV; i++)
@@ -192,9 +205,8 @@ bool softmax_pairs_lanes(const typename K::T* s, const typename K::T* m, typenam
 }
 
 // run<NV>(lane) for each NV vectors of queries, of as many as leave registers for the exponential.
-template <class K, class Run>
+template <class K, int kMost = K::X::kRegisters == 32 ? 4 : 1, class Run>
 void by_vectors(int64_t vectors, const Run& run) {
-  constexpr int kMost = K::X::kRegisters == 32 ? 4 : 1;
   int64_t lane = 0;
   for (; vectors >= kMost; vectors -= kMost, lane += kMost * K::kLanes)
     run.template operator()<kMost>(lane);
@@ -229,17 +241,24 @@ void softmax_one_tile(int64_t keys, int64_t vectors, typename K::T* s, const typ
   });
 }
 
-// The same to the bit, rounded as tile_vectors rounds P.
-template <class K>
-void softmax_pairs(int64_t vectors, bool started, const typename K::T* s, typename K::T* m,
-                   typename K::T* l, typename K::T* out, int64_t value_dim,
-                   typename K::Unit* pairs) {
-  by_vectors<K>(vectors, [&]<int NV>(int64_t lane) {
-    if (started && softmax_pairs_lanes<K, NV, true>(s + lane, m + lane, l + lane, pairs + lane))
-      return;
+// The same to the bit, rounded as tile_vectors rounds P, kMost vectors of queries at once. S may be
+// scaled thereby.
+template <class K, int kMost = 4>
+void softmax_pairs(int64_t vectors, bool started, typename K::T* s, typename K::T factor,
+                   typename K::T* m, typename K::T* l, typename K::T* out, int64_t value_dim,
+                   typename K::Unit* pairs, Ahead& ahead) {
+  by_vectors<K, kMost>(vectors, [&]<int NV>(int64_t lane) {
+    const auto exponentials = [&]<bool kTry>(typename K::T scale) {
+      constexpr bool kMayAsk = K::Dot::kRowBlock > 1;
+      const auto run = kMayAsk && ahead.waiting() ? softmax_pairs_lanes<K, NV, kTry, kMayAsk>
+                                                  : softmax_pairs_lanes<K, NV, kTry, false>;
+      return run(s + lane, scale, m + lane, l + lane, pairs + lane, ahead);
+    };
+    if (started && exponentials.template operator()<true>(factor)) return;
+    scale_tile<K>(factor, kTile, NV, s + lane);
     raise_levels<K, NV, false>(kTile, s + lane, nullptr, {}, m + lane, l + lane, out + lane,
                                value_dim);
-    softmax_pairs_lanes<K, NV, false>(s + lane, m + lane, l + lane, pairs + lane);
+    exponentials.template operator()<false>(1);
   });
 }
 

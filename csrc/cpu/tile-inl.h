@@ -192,6 +192,14 @@ Operand rows_operand(const typename K::S* from, int64_t stride, int64_t rows, in
     const int64_t units = units_of<K>(columns);
     if (stride == columns && columns == 2 * units && rows == height_of<K>(rows))
       return {(const char*)from, stride * kItem, kUnit};
+    if constexpr (K::Dot::kRowBlock > 1) {
+      for (int64_t r = 0; r < height_of<K>(rows); r++)
+        for (int64_t c = 0; c < units; c += K::kLanes)
+          K::X::store((float*)scratch + r * units + c,
+                      K::Dot::load_row(from + (r < rows ? r * stride + 2 * c : 0),
+                                       r < rows ? columns - 2 * c : 0));
+      return {(const char*)scratch, units * kUnit, kUnit};
+    }
     for (int64_t r = 0; r < height_of<K>(rows); r++) {
       for (int64_t c = r < rows ? columns / 2 : 0; c < units; c++) scratch[r * units + c] = 0;
       if (r < rows && columns)
