@@ -192,7 +192,7 @@ Operand rows_operand(const typename K::S* from, int64_t stride, int64_t rows, in
     const int64_t units = units_of<K>(columns);
     if (stride == columns && columns == 2 * units && rows == height_of<K>(rows))
       return {(const char*)from, stride * kItem, kUnit};
-    if constexpr (K::Dot::kRowBlock > 1) {
+    if constexpr (K::Dot::kRowBlock > 1) {  // rows of whole vectors
       for (int64_t r = 0; r < height_of<K>(rows); r++)
         for (int64_t c = 0; c < units; c += K::kLanes)
           K::X::store((float*)scratch + r * units + c,
