@@ -176,6 +176,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
             ask_pairs<K>(a, b, h, q0 + kTile, begin, w.ahead);
           if (w.once) read_rows(at, keys);
           const int64_t in = w.once ? 0 : at;
+          w.sums = sum;
           const Visibility visible =
               gradient_tile<K>(a, g, b, h, q0, rows, k0, keys, rows_from(key_rows, in),
                                rows_from(value_rows, in), w);

@@ -23,6 +23,7 @@ struct GradScratch {
   // ds: of queries, and dS of keys too. Then `paired` says so.
   Unit *p_queries = nullptr, *ds_queries = nullptr, *ds_keys = nullptr;
   bool paired = false;
+  const T* sums = nullptr;  // [head_dim][64 queries] that dS of the tile will be multiplied into
 
   GradScratch(const Attention& a, Arena& arena) {
     query = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);
@@ -125,9 +126,11 @@ template <class X, bool kDropout, int N>
 
 // From S and dP of the keys of `seen`: w.p = P, or Z without the factor of dropout, w.ds = dS.
 // `kVectors` of them are the lanes of one pass, so that what belongs to a query stays in registers.
-// kPaired: all 64 keys, in pairs.
-template <class K, bool kDropout, bool kPartial, bool kPaired, int kVectors>
-void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScratch<K>& w) {
+// kPaired: all 64 keys, in pairs. kLd: the queries of which p and ds hold rows; where these are not
+// all, S is multiplied by `factor`, and the first rows of w.sums are asked for.
+template <class K, bool kDropout, bool kPartial, bool kPaired, int kVectors, int64_t kLd = kRow>
+void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScratch<K>& w,
+                    typename K::T factor = 1) {
   using X = typename K::X;
   using V = typename X::V;
   GradLanes<X> of[kVectors];
@@ -136,17 +139,25 @@ void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScra
     const int64_t at = lane + i * K::kLanes;
     of[i] = {X::load(w.high + at), X::load(w.low + at), X::load(w.shift + at), X::set(keep_scale)};
   }
-  typename K::T *p = w.p + seen.begin * kRow + lane, *ds = w.ds + seen.begin * kRow + lane;
+  constexpr bool kPart = kLd < kRow;
+  const V f = X::set(factor);
+  const int64_t first = seen.begin * kLd + lane % kLd;
+  typename K::T *p = w.p + first, *ds = w.ds + first;
   const auto keys = [&]<int kKeys>(int64_t n) __attribute__((always_inline)) {
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; i++) {
       const int at = i * K::kLanes;
+      if constexpr (kPart)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++)
+          __builtin_prefetch(w.sums + (n / 2 * kVectors + i) * kRow + lane + v * K::kLanes, 1);
       V kept[kKeys], grad[kKeys];
       uint64_t keep[kKeys];
 #pragma GCC unroll 2
       for (int k = 0; k < kKeys; k++) {
-        kept[k] = X::load(p + k * kRow + at);
-        grad[k] = X::load(ds + k * kRow + at);
+        kept[k] = X::load(p + k * kLd + at);
+        if constexpr (kPart) kept[k] = X::mul(f, kept[k]);
+        grad[k] = X::load(ds + k * kLd + at);
         keep[k] = kDropout ? w.keep[n + k] >> (lane + at) : 0;
       }
       gradient_vectors<X, kDropout, kKeys>(of[i], keep, kept, grad);
@@ -165,13 +176,13 @@ void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScra
             grad[k] = X::select(visible, grad[k], X::zero());
             kept[k] = X::select(visible, kept[k], X::zero());
           }
-          X::store(p + k * kRow + at, kept[k]);
-          X::store(ds + k * kRow + at, grad[k]);
+          X::store(p + k * kLd + at, kept[k]);
+          X::store(ds + k * kLd + at, grad[k]);
         }
       }
     }
-    p += kKeys * kRow;
-    ds += kKeys * kRow;
+    p += kKeys * kLd;
+    ds += kKeys * kLd;
   };
   int64_t n = seen.begin;
   for (; n + 2 <= seen.end; n += 2) keys.template operator()<2>(n);
@@ -259,10 +270,12 @@ void gradient_rows(int64_t vectors, int64_t keys, double keep_scale, GradScratch
   for_bands<K>(w.bands, keys, vectors, [&](Range seen, int64_t first, int64_t count) {
     int64_t i = first;
     const auto some = [&]<int kVectors>() {
-      const auto run = w.whole ? gradient_whole<K, kDropout, kPartial, kVectors>
-                               : gradient_lanes<K, kDropout, kPartial, false, kVectors>;
+      const auto kept = (typename K::T)keep_scale;
       for (; i + kVectors <= first + count; i += kVectors)
-        run(i * K::kLanes, seen, (typename K::T)keep_scale, w);
+        if (w.whole)
+          gradient_whole<K, kDropout, kPartial, kVectors>(i * K::kLanes, seen, kept, w);
+        else
+          gradient_lanes<K, kDropout, kPartial, false, kVectors>(i * K::kLanes, seen, kept, w);
     };
     some.template operator()<kMost>();
     some.template operator()<1>();
@@ -299,6 +312,27 @@ void gradient_pairs(const Attention& a, int64_t vectors, int64_t keys, bool part
   run(vectors, keys, a.dropout.keep_scale, w);
 }
 
+// Both where a matrix unit does the products: P and dS in pairs of a whole tile all of whose pairs
+// are seen, without a bias, by halves of its queries, as matrix_tile.
+template <class K>
+void matrix_gradient(const Attention& a, const Operand& key_rows, const Operand& value_rows,
+                     GradScratch<K>& w) {
+  constexpr int64_t kHalf = kRow / 2;
+  constexpr int kVectors = kHalf / K::kLanes;
+  const auto run = a.dropout.seed ? gradient_lanes<K, true, false, true, kVectors, kHalf>
+                                  : gradient_lanes<K, false, false, true, kVectors, kHalf>;
+  const auto product = [&](const Operand& rows, int64_t width, const typename K::Unit* x,
+                           typename K::T* c) {
+    K::Dot::template product<Update::kStore>(rows, kTile, units_of<K>(width), x, kRow, kVectors, c,
+                                             kHalf);
+  };
+  for (int64_t lane = 0; lane < kRow; lane += kHalf) {
+    product(key_rows, a.head_dim, w.query + lane, w.p);
+    product(value_rows, a.value_dim, w.grad_out + lane, w.ds);
+    run(lane, {0, kTile}, (typename K::T)a.dropout.keep_scale, w, (typename K::T)a.scale);
+  }
+}
+
 // Both for one tile of a head.
 template <class K>
 Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
@@ -307,11 +341,20 @@ Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, 
   Visibility visible = visibility_of<K>(a, b, h, q0, rows, k0, keys, w.bits);
   if (visible == Visibility::kEmpty) return visible;
   w.bands = find_bands<K>(a, b, q0, rows, k0, keys, w.bands_storage) ? w.bands_storage : nullptr;
+  if (a.dropout.seed) dropout_tile<K>(a, b, h, q0, rows, k0, keys, w.keep);
+  const bool whole = w.p_queries && !w.bands && rows == kTile && keys == kTile;
+  if constexpr (K::Dot::kRowBlock > 1) {
+    w.paired = whole && visible == Visibility::kFull && !a.bias.data && !g.grad_weights.data &&
+               !has_few_queries(a, K::kLimits);
+    if (w.paired) {
+      matrix_gradient<K>(a, key_rows, value_rows, w);
+      return visible;
+    }
+  }
   visible = gradient_products<K>(a, g, b, h, q0, rows, k0, keys, key_rows, value_rows, visible, 0,
                                  w.bits, w);
-  if (a.dropout.seed) dropout_tile<K>(a, b, h, q0, rows, k0, keys, w.keep);
   const bool partial = visible == Visibility::kPartial;
-  w.paired = w.p_queries && !partial && !w.bands && rows == kTile && keys == kTile;
+  w.paired = whole && !partial;
   gradient_pairs<K>(a, vectors_of<K>(rows), keys, partial, w);
   return visible;
 }

@@ -2,15 +2,15 @@
 namespace mha_ext::cpu {
 namespace {
 
-// tile *= factor
-template <class K>
+// tile *= factor, of rows of kLd numbers
+template <class K, int64_t kLd = kRow>
 void scale_tile(typename K::T factor, int64_t keys, int64_t vectors, typename K::T* tile) {
   using X = typename K::X;
   if (factor == 1) return;
   const typename X::V f = X::set(factor);
   for (int64_t n = 0; n < keys; n++)
     for (int64_t i = 0; i < vectors; i++) {
-      typename K::T* p = tile + n * kRow + i * K::kLanes;
+      typename K::T* p = tile + n * kLd + i * K::kLanes;
       X::store(p, X::mul(f, X::load(p)));
     }
 }

@@ -23,8 +23,9 @@ template <class X, bool kMasked>
   return X::select(X::mask(seen.bits[key] >> (seen.first + i * X::kLanes)), v, otherwise);
 }
 
-// The largest scores of NV vectors of queries: those of `known`, where it is set.
-template <class K, int NV, bool kMasked>
+// The largest scores of NV vectors of queries: those of `known`, where it is set. `kLd` numbers lie
+// between two keys.
+template <class K, int NV, bool kMasked, int64_t kLd = kRow>
 void find_tops(int64_t keys, const typename K::T* s, const typename K::T* known, Seen seen,
                typename K::X::V (&found)[NV]) {
   using X = typename K::X;
@@ -38,7 +39,7 @@ void find_tops(int64_t keys, const typename K::T* s, const typename K::T* known,
 #pragma GCC unroll 4
   for (int i = 0; i < NV; i++) top[0][i] = top[1][i] = lowest;
   const auto raise = [&](int which, int i, int64_t n) __attribute__((always_inline)) {
-    const typename X::V score = X::load(s + n * kRow + i * K::kLanes);
+    const typename X::V score = X::load(s + n * kLd + i * K::kLanes);
     top[which][i] = X::max(seen_or<X, kMasked>(seen, n, i, score, lowest), top[which][i]);
   };
   int64_t n = 0;
@@ -58,7 +59,7 @@ void find_tops(int64_t keys, const typename K::T* s, const typename K::T* known,
 // m[r] -> the maximum with these scores, where it grows by more than 5.5: then l and the output are
 // rescaled. `known`: the largest scores, those of hidden pairs too; mostly no level has to be
 // raised for these, and nobody has to look at what is seen. For NV vectors of queries:
-template <class K, int NV, bool kMasked>
+template <class K, int NV, bool kMasked, int64_t kLd = kRow>
 void raise_levels(int64_t keys, const typename K::T* s, const typename K::T* known, Seen seen,
                   typename K::T* m, typename K::T* l, typename K::T* out, int64_t value_dim) {
   using X = typename K::X;
@@ -74,7 +75,7 @@ void raise_levels(int64_t keys, const typename K::T* s, const typename K::T* kno
     known = nullptr;
   }
   V top[NV];
-  find_tops<K, NV, kMasked>(keys, s, known, seen, top);
+  find_tops<K, NV, kMasked, kLd>(keys, s, known, seen, top);
 #pragma GCC unroll 4
   for (int i = 0; i < NV; i++) {
     const V old = X::load(m + i * K::kLanes);
@@ -155,13 +156,16 @@ void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, See
 
 // The same for all 64 keys, P as pairs of keys; S stays. kTry: in the hope that no level has to be
 // raised. False, where one has to: then l is as it was. Where a matrix unit makes S, which neither
-// scales it nor asks for what is wanted next: of S times `factor` (else 1), and kAsk: two lines are
-// asked for with each two keys of a vector.
-template <class K, int NV, bool kTry, bool kAsk>
+// scales it nor asks for what is wanted next: of S times `factor` (else 1), the first rows of `out`
+// are asked for, which it reads no faster than they come, and kAsk: two lines with each two keys of
+// a vector.
+template <class K, int NV, int64_t kLd, bool kTry, bool kAsk>
 bool softmax_pairs_lanes(const typename K::T* s, typename K::T factor, const typename K::T* m,
-                         typename K::T* l, typename K::Unit* pairs, Ahead& ahead) {
+                         typename K::T* l, const typename K::T* out, typename K::Unit* pairs,
+                         Ahead& ahead) {
   using X = typename K::X;
   using V = typename X::V;
+  constexpr bool kMatrix = K::Dot::kRowBlock > 1;
   const V lowest = X::set(-(typename K::T)INFINITY), f = X::set(factor);
   V level[NV], sum[2][NV], top[NV];
 #pragma GCC unroll 4
@@ -172,7 +176,7 @@ bool softmax_pairs_lanes(const typename K::T* s, typename K::T factor, const typ
     top[i] = lowest;
   }
   const auto scaled = [&](V score) __attribute__((always_inline)) {
-    return K::Dot::kRowBlock > 1 ? X::mul(f, score) : score;
+    return kMatrix ? X::mul(f, score) : score;
   };
   [[maybe_unused]] Ahead::Lines lines{};
   if constexpr (kAsk) lines = ahead.lines();
@@ -183,14 +187,18 @@ bool softmax_pairs_lanes(const typename K::T* s, typename K::T factor, const typ
         ahead.ask(lines);
         ahead.ask(lines);
       }
-      const typename K::T* p = s + n * kRow + i * K::kLanes;
+      if constexpr (kMatrix)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++)
+          __builtin_prefetch(out + (n / 2 * NV + i) * kRow + v * K::kLanes, 1);
+      const typename K::T* p = s + n * kLd + i * K::kLanes;
       const V x0 = X::sub(scaled(X::load(p)), level[i]);
-      const V x1 = X::sub(scaled(X::load(p + kRow)), level[i]);
+      const V x1 = X::sub(scaled(X::load(p + kLd)), level[i]);
       if (kTry) top[i] = X::max(x1, X::max(x0, top[i]));
       const V e0 = exp_of<X>(x0), e1 = exp_of<X>(x1);
       sum[0][i] = X::add(sum[0][i], e0);
       sum[1][i] = X::add(sum[1][i], e1);
-      K::Dot::store_pairs(e0, e1, pairs + n / 2 * kRow + i * K::kLanes);
+      K::Dot::store_pairs(e0, e1, pairs + n / 2 * kLd + i * K::kLanes);
     }
   if constexpr (kAsk) ahead.stopped(lines);
   uint64_t grows = 0;
@@ -241,23 +249,23 @@ void softmax_one_tile(int64_t keys, int64_t vectors, typename K::T* s, const typ
   });
 }
 
-// The same to the bit, rounded as tile_vectors rounds P, kMost vectors of queries at once. S may be
-// scaled thereby.
-template <class K, int kMost = 4>
+// The same to the bit, rounded as tile_vectors rounds P, of rows of kLd queries, as many vectors of
+// them at once as fit. S may be scaled thereby.
+template <class K, int64_t kLd = kRow>
 void softmax_pairs(int64_t vectors, bool started, typename K::T* s, typename K::T factor,
                    typename K::T* m, typename K::T* l, typename K::T* out, int64_t value_dim,
                    typename K::Unit* pairs, Ahead& ahead) {
-  by_vectors<K, kMost>(vectors, [&]<int NV>(int64_t lane) {
+  by_vectors<K, kLd / K::kLanes>(vectors, [&]<int NV>(int64_t lane) {
     const auto exponentials = [&]<bool kTry>(typename K::T scale) {
       constexpr bool kMayAsk = K::Dot::kRowBlock > 1;
-      const auto run = kMayAsk && ahead.waiting() ? softmax_pairs_lanes<K, NV, kTry, kMayAsk>
-                                                  : softmax_pairs_lanes<K, NV, kTry, false>;
-      return run(s + lane, scale, m + lane, l + lane, pairs + lane, ahead);
+      const auto run = kMayAsk && ahead.waiting() ? softmax_pairs_lanes<K, NV, kLd, kTry, kMayAsk>
+                                                  : softmax_pairs_lanes<K, NV, kLd, kTry, false>;
+      return run(s + lane, scale, m + lane, l + lane, out + lane, pairs + lane, ahead);
     };
     if (started && exponentials.template operator()<true>(factor)) return;
-    scale_tile<K>(factor, kTile, NV, s + lane);
-    raise_levels<K, NV, false>(kTile, s + lane, nullptr, {}, m + lane, l + lane, out + lane,
-                               value_dim);
+    scale_tile<K, kLd>(factor, kTile, NV, s + lane);
+    raise_levels<K, NV, false, kLd>(kTile, s + lane, nullptr, {}, m + lane, l + lane, out + lane,
+                                    value_dim);
     exponentials.template operator()<false>(1);
   });
 }
