@@ -12,6 +12,7 @@
 #undef _mm512_cmpge_epu16_mask
 #undef _mm512_cvtps_ph
 #undef _mm512_extracti64x4_epi64
+#undef _mm512_fpclass_ps_mask
 #undef _mm512_mask_shuffle_epi32
 #undef _mm512_permute_pd
 #undef _mm512_reduce_ps
@@ -24,6 +25,7 @@
 #define _mm512_cmp_ps_mask(a, b, what) emulated_compare<what, uint16_t>(a, b)
 #define _mm512_cvtps_ph(a, rounding) emulated_cvtps_ph<rounding>(a)
 #define _mm512_extracti64x4_epi64(a, which) emulated_half<__m256i, which>(a)
+#define _mm512_fpclass_ps_mask(a, classes) emulated_classes<classes>(a)
 #define _mm512_mask_shuffle_epi32(otherwise, k, a, order) \
   emulated_select((__mmask16)(k), (__m512i)emulated_permute_ps<order>((__m512)(a)), otherwise)
 #define _mm512_permute_pd(a, order) emulated_permute_pd<order>(a)
@@ -377,6 +379,15 @@ INLINE __m512i _mm512_shuffle_epi8(__m512i v, __m512i order) {
 }
 
 // x - floor(x), 0 for an infinite x; and x 2^floor(y).
+// NaN of either kind (0x01 and 0x80) and subnormal numbers (0x20).
+template <int kClasses>
+INLINE __mmask16 emulated_classes(__m512 x) {
+  static_assert(kClasses == (0x01 | 0x20 | 0x80));
+  __mmask16 is = 0;
+  for (int i = 0; i < 16; i++)
+    is |= (__mmask16)((x[i] != x[i] || (x[i] != 0 && fabsf(x[i]) < 0x1p-126f)) << i);
+  return is;
+}
 template <int kRounding>
 INLINE __m512 emulated_reduce_ps(__m512 x) {
   static_assert(kRounding == _MM_FROUND_TO_NEG_INF);

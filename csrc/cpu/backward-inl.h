@@ -238,8 +238,8 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
       if (skipped) add_lanes<K>(nullptr, a.head_dim, vectors, total);
       if (part.last < ranges.count) continue;
       for (int64_t r = 0; r < kRow; r++) w.high[r] = (T)a.scale;
-      transpose_out<X>(total, w.high, rows, a.head_dim, row_of<K>(g.grad_query, b, h, q0),
-                       g.grad_query.row);
+      write_rows<K>(total, w.high, rows, a.head_dim, row_of<K>(g.grad_query, b, h, q0),
+                    g.grad_query.row);
     }
 
   for (int64_t at = 0; at < length; at += kTile) {
@@ -299,8 +299,8 @@ void add_sums(const Attention& a, const AttentionGrad& g, void* sums, int64_t b,
     add_lanes<K>(total + i * blocks * query_sum_size(a), a.head_dim, vectors_of<K>(rows), total);
   T scale[kRow];
   for (int64_t r = 0; r < kRow; r++) scale[r] = (T)a.scale;
-  transpose_out<typename K::X>(total, scale, rows, a.head_dim, row_of<K>(g.grad_query, b, h, q0),
-                               g.grad_query.row);
+  write_rows<K>(total, scale, rows, a.head_dim, row_of<K>(g.grad_query, b, h, q0),
+                g.grad_query.row);
 }
 
 template <class K>

@@ -372,8 +372,8 @@ void backward_tangent(const Attention& a, const AttentionGrad& g, const Attentio
       if (!g.grad_query.data) continue;
       if (ranges.count == 1) {
         for (int64_t r = 0; r < kRow; r++) w.high[r] = (T)a.scale;
-        transpose_out<X>(w.grad_query, w.high, rows, d, row_of<K>(g.grad_query, b, h, q0),
-                         g.grad_query.row);
+        write_rows<K>(w.grad_query, w.high, rows, d, row_of<K>(g.grad_query, b, h, q0),
+                      g.grad_query.row);
       } else {
         T* to = (T*)partial_sums +
                 (((h - kv * group) * ranges.count + range) * a.queries + q0) * a.head_dim;

@@ -247,7 +247,7 @@ void finish_block(const Attention& a, int64_t b, int64_t h, QueryBlock<K>& q,
     for (int64_t r = 0; r < q.rows; r++)
       scale_out<X>(q.out + r * ld, ld, q.l[r], 1, a.value_dim, row_of<K>(a.out, b, h, q.q0 + r), 0);
   else
-    transpose_out<X>(q.out, q.l, q.rows, a.value_dim, row_of<K>(a.out, b, h, q.q0), a.out.row);
+    write_rows<K>(q.out, q.l, q.rows, a.value_dim, row_of<K>(a.out, b, h, q.q0), a.out.row);
 }
 
 // The factors that bring the sums of two ranges of keys to one maximum; m and l become those of

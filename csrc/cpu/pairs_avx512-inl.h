@@ -7,6 +7,7 @@ template <int kBlock>
 struct PairUnits {
   using Unit = uint32_t;
   static constexpr int kStep = 2, kUnitBlock = kBlock;
+  static constexpr int kOther = 0x01 | 0x20 | 0x80;  // classes: quiet NaN, subnormal, NaN
 
   static int64_t units(int64_t n) { return round_up(n, 2 * kBlock) / 2; }
   static __m512i pair(__m256i first, __m256i second) {
@@ -102,6 +103,37 @@ struct PairUnits {
   }
   static void store_pairs(__m512 first, __m512 second, Unit* to) {
     _mm512_storeu_si512(to, pairs(both(first, second)));
+  }
+  // to[r][c] = factor[r] * from[c][64 r], as transpose_out, for 32 columns at a time, which are
+  // pairs before they find their places: half as much to move. How many columns are done.
+  static int64_t transpose_rows(const float* from, const float* factor, int64_t rows,
+                                int64_t columns, BFloat16* to, int64_t stride) {
+    int64_t c = 0;
+    for (; c + 32 <= columns; c += 32)
+      for (int64_t r = 0; r < rows; r += 16) {
+        const float* const at = from + c * kRow + r;
+        BFloat16* const p = to + r * stride + c;
+        const __m512 f = _mm512_loadu_ps(factor + r);
+        __m512 block[16];
+        __mmask16 other = 0;  // what the instruction rounds otherwise: NaN, subnormal numbers
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+          const __m512 x = _mm512_mul_ps(f, _mm512_loadu_ps(at + 2 * i * kRow));
+          const __m512 y = _mm512_mul_ps(f, _mm512_loadu_ps(at + (2 * i + 1) * kRow));
+          other |= _mm512_fpclass_ps_mask(x, kOther) | _mm512_fpclass_ps_mask(y, kOther);
+          block[i] = _mm512_castsi512_ps(pairs(both(x, y)));
+        }
+        const int64_t height = min_of(16, rows - r);
+        if (other & lanes(height)) [[unlikely]] {
+          transpose_out<F32x16>(at, factor + r, height, 32, p, stride);
+          continue;
+        }
+        F32x16::transpose(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++)
+          if (i < height) _mm512_storeu_ps((float*)(p + i * stride), block[i]);
+      }
+    return c;
   }
   // Each for itself: pairs of neighbouring lanes.
   static void store_each(__m512 first, __m512 second, Unit* to_first, Unit* to_second) {

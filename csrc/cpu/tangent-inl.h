@@ -193,6 +193,90 @@ void add_weighted(const Attention& a, const ValueRows<K>& value, const typename 
   if (dirty) add_nonfinite_lanes<K>(tile, w.bits, value.from, value.stride, keys, width, out);
 }
 
+// tangent_tile and add_weighted of a whole tile all of whose pairs are seen, without a bias, where
+// a matrix unit does the products: by halves of its queries, as matrix_tile.
+template <class K>
+void matrix_tangent(const Attention& a, const AttentionTangent& t, const Operand& key_rows,
+                    const Operand& key_tangent_rows, const Operand& value,
+                    const Operand& value_tangent, const TangentBlock<K>& q,
+                    ForwardTangentScratch<K>& w) {
+  using X = typename K::X;
+  using V = typename X::V;
+  constexpr int64_t kHalf = kRow / 2;
+  constexpr int kVectors = kHalf / K::kLanes;
+  const bool with_scores = moves_scores(t);
+  const uint64_t* const keep = a.dropout.seed ? w.keep : nullptr;
+  const V scale = X::set((typename K::T)a.scale);
+  typename K::Unit *const p_pairs = w.pairs, *const pairs = w.pairs + kTile / 2 * kHalf;
+  for (int64_t lane = 0; lane < q.vectors * K::kLanes; lane += kHalf) {
+    const int64_t vectors = min_of(kVectors, q.vectors - lane / K::kLanes);
+    const auto product = [&](bool add, const Operand& from, int64_t rows, int64_t units,
+                             const typename K::Unit* x, int64_t ldx, typename K::T* c,
+                             int64_t ldc) {
+      const auto run = add ? K::Dot::template product<Update::kAddSum>
+                           : K::Dot::template product<Update::kStore>;
+      run(from, rows, units, x, ldx, vectors, c, ldc);
+    };
+    const auto scores = [&](bool add, const Operand& rows, const typename K::Unit* x,
+                            typename K::T* c) {
+      product(add, rows, kTile, units_of<K>(a.head_dim), x + lane, kRow, c, kHalf);
+    };
+    scores(false, key_rows, q.query, w.s);
+    if (t.query.data) scores(false, key_rows, q.query_tangent, w.st);
+    if (t.key.data) scores(t.query.data, key_tangent_rows, q.query, w.st);
+
+    V high[kVectors], low[kVectors], mu[2][kVectors];  // of even and of odd keys
+    for (int i = 0; i < kVectors; i++) {
+      high[i] = X::load(q.high + lane + i * K::kLanes);
+      low[i] = X::load(q.low + lane + i * K::kLanes);
+      mu[0][i] = mu[1][i] = X::zero();
+    }
+    const auto weigh = [&]<bool kScores, bool kDropout>() __attribute__((always_inline)) {
+      for (int64_t n = 0; n < kTile; n += 2)
+#pragma GCC unroll 4
+        for (int i = 0; i < kVectors; i++) {
+          const int64_t at = n * kHalf + i * K::kLanes, to = n / 2 * kHalf + i * K::kLanes;
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; v++)
+            __builtin_prefetch(q.out + (n / 2 * kVectors + i) * kRow + lane + v * K::kLanes, 1);
+          V p[2], x[2];
+#pragma GCC unroll 2
+          for (int k = 0; k < 2; k++)
+            p[k] = X::sub(X::sub(X::mul(scale, X::load(w.s + at + k * kHalf)), high[i]), low[i]);
+          exp_each<X, 2>(p);
+#pragma GCC unroll 2
+          for (int k = 0; k < 2; k++) {
+            const typename X::M kept =
+                X::mask(kDropout ? keep[n + k] >> (lane + i * K::kLanes) : ~0ull);
+            if constexpr (kScores) {
+              x[k] = X::mul(p[k], X::mul(scale, X::load(w.st + at + k * kHalf)));
+              mu[k][i] = X::add(mu[k][i], x[k]);
+              if constexpr (kDropout) x[k] = X::select(kept, x[k], X::zero());
+            }
+            if constexpr (kDropout) p[k] = X::select(kept, p[k], X::zero());
+          }
+          if constexpr (kScores) K::Dot::store_pairs(x[0], x[1], pairs + to);
+          K::Dot::store_pairs(p[0], p[1], p_pairs + to);
+        }
+    };
+    if (with_scores)
+      keep ? weigh.template operator()<true, true>() : weigh.template operator()<true, false>();
+    else
+      keep ? weigh.template operator()<false, true>() : weigh.template operator()<false, false>();
+    for (int64_t i = 0; i < vectors; i++) {
+      typename K::T* const sum = q.mu + lane + i * K::kLanes;
+      X::store(sum, X::add(X::load(sum), X::add(mu[0][i], mu[1][i])));
+    }
+
+    const auto weighted = [&](bool add, const Operand& columns, const typename K::Unit* x) {
+      product(add, columns, height_of<K>(a.value_dim), units_of<K>(kTile), x, kHalf, q.out + lane,
+              kRow);
+    };
+    if (with_scores) weighted(q.started, value, pairs);
+    if (t.value.data) weighted(q.started || with_scores, value_tangent, p_pairs);
+  }
+}
+
 // lse' = mu and O' = ((P o S') o M) V + Z V' - mu O of one block.
 template <class K>
 void finish_tangent(const Attention& a, const AttentionTangent& t, int64_t b, int64_t h,
@@ -241,7 +325,7 @@ void finish_tangent(const Attention& a, const AttentionTangent& t, int64_t b, in
     }
   }
   for (int64_t r = 0; r < kRow; r++) q.high[r] = kept;
-  transpose_out<X>(q.out, q.high, q.rows, a.value_dim, row_of<K>(t.out, b, h, q.q0), t.out.row);
+  write_rows<K>(q.out, q.high, q.rows, a.value_dim, row_of<K>(t.out, b, h, q.q0), t.out.row);
 }
 
 // O' and lse' of queries [q0, q0 + rows), up to kGroup blocks. mu is known at the end only, so what
@@ -295,12 +379,21 @@ void forward_tangent(const Attention& a, const AttentionTangent& t, int64_t b, i
         if (t.value.data) value_tangent = columns_at(t.value, w.value_tangent);
         packed = true;
       }
+      if (a.dropout.seed) dropout_tile<K>(a, b, h, q.q0, q.rows, k0, keys, w.keep);
+      if constexpr (K::Dot::kRowBlock > 1) {
+        if (visible == Visibility::kFull && keys == kTile && !a.bias.data && !t.bias.data &&
+            !has_few_queries(a, K::kLimits)) {
+          matrix_tangent<K>(a, t, key_rows, key_tangent_rows, value.columns, value_tangent.columns,
+                            q, w);
+          q.started = true;
+          continue;
+        }
+      }
       visible = scores<K>(a, b, h, q.q0, q.rows, k0, keys, q.query, key_rows, visible, w.bits, w.s,
                           w.extra);
       if (with_scores)
         scores_tangent<K>(a, t, b, h, q.q0, q.rows, k0, keys, q.query, q.query_tangent, key_rows,
                           key_tangent_rows, w.st, w.extra);
-      if (a.dropout.seed) dropout_tile<K>(a, b, h, q.q0, q.rows, k0, keys, w.keep);
       const bool partial = visible == Visibility::kPartial;
       tangent_tile<K>(keys, partial, w.bits, a.dropout.seed ? w.keep : nullptr, with_scores, w.s,
                       w.st, q);
