@@ -378,7 +378,6 @@ INLINE __m512i _mm512_shuffle_epi8(__m512i v, __m512i order) {
       _mm256_shuffle_epi8(emulated_half<__m256i, 1>(v), emulated_half<__m256i, 1>(order)));
 }
 
-// x - floor(x), 0 for an infinite x; and x 2^floor(y).
 // NaN of either kind (0x01 and 0x80) and subnormal numbers (0x20).
 template <int kClasses>
 INLINE __mmask16 emulated_classes(__m512 x) {
@@ -388,6 +387,7 @@ INLINE __mmask16 emulated_classes(__m512 x) {
     is |= (__mmask16)((x[i] != x[i] || (x[i] != 0 && fabsf(x[i]) < 0x1p-126f)) << i);
   return is;
 }
+// x - floor(x), 0 for an infinite x; and x 2^floor(y).
 template <int kRounding>
 INLINE __m512 emulated_reduce_ps(__m512 x) {
   static_assert(kRounding == _MM_FROUND_TO_NEG_INF);

@@ -147,10 +147,7 @@ void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScra
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; i++) {
       const int at = i * K::kLanes;
-      if constexpr (kPart)
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; v++)
-          __builtin_prefetch(w.sums + (n / 2 * kVectors + i) * kRow + lane + v * K::kLanes, 1);
+      if constexpr (kPart) ask_sums<K, kVectors>(w.sums + lane, n / 2 * kVectors + i);
       V kept[kKeys], grad[kKeys];
       uint64_t keep[kKeys];
 #pragma GCC unroll 2
@@ -317,16 +314,15 @@ void gradient_pairs(const Attention& a, int64_t vectors, int64_t keys, bool part
 template <class K>
 void matrix_gradient(const Attention& a, const Operand& key_rows, const Operand& value_rows,
                      GradScratch<K>& w) {
-  constexpr int64_t kHalf = kRow / 2;
-  constexpr int kVectors = kHalf / K::kLanes;
-  const auto run = a.dropout.seed ? gradient_lanes<K, true, false, true, kVectors, kHalf>
-                                  : gradient_lanes<K, false, false, true, kVectors, kHalf>;
+  constexpr int kVectors = kHalfRow / K::kLanes;
+  const auto run = a.dropout.seed ? gradient_lanes<K, true, false, true, kVectors, kHalfRow>
+                                  : gradient_lanes<K, false, false, true, kVectors, kHalfRow>;
   const auto product = [&](const Operand& rows, int64_t width, const typename K::Unit* x,
                            typename K::T* c) {
     K::Dot::template product<Update::kStore>(rows, kTile, units_of<K>(width), x, kRow, kVectors, c,
-                                             kHalf);
+                                             kHalfRow);
   };
-  for (int64_t lane = 0; lane < kRow; lane += kHalf) {
+  for (int64_t lane = 0; lane < kRow; lane += kHalfRow) {
     product(key_rows, a.head_dim, w.query + lane, w.p);
     product(value_rows, a.value_dim, w.grad_out + lane, w.ds);
     run(lane, {0, kTile}, (typename K::T)a.dropout.keep_scale, w, (typename K::T)a.scale);

@@ -157,8 +157,7 @@ void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, See
 // The same for all 64 keys, P as pairs of keys; S stays. kTry: in the hope that no level has to be
 // raised. False, where one has to: then l is as it was. Where a matrix unit makes S, which neither
 // scales it nor asks for what is wanted next: of S times `factor` (else 1), the first rows of `out`
-// are asked for, which it reads no faster than they come, and kAsk: two lines with each two keys of
-// a vector.
+// are asked for, and kAsk: two lines with each two keys of a vector.
 template <class K, int NV, int64_t kLd, bool kTry, bool kAsk>
 bool softmax_pairs_lanes(const typename K::T* s, typename K::T factor, const typename K::T* m,
                          typename K::T* l, const typename K::T* out, typename K::Unit* pairs,
@@ -187,10 +186,7 @@ bool softmax_pairs_lanes(const typename K::T* s, typename K::T factor, const typ
         ahead.ask(lines);
         ahead.ask(lines);
       }
-      if constexpr (kMatrix)
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; v++)
-          __builtin_prefetch(out + (n / 2 * NV + i) * kRow + v * K::kLanes, 1);
+      if constexpr (kMatrix) ask_sums<K, NV>(out, n / 2 * NV + i);
       const typename K::T* p = s + n * kLd + i * K::kLanes;
       const V x0 = X::sub(scaled(X::load(p)), level[i]);
       const V x1 = X::sub(scaled(X::load(p + kLd)), level[i]);

@@ -202,13 +202,12 @@ void matrix_tangent(const Attention& a, const AttentionTangent& t, const Operand
                     ForwardTangentScratch<K>& w) {
   using X = typename K::X;
   using V = typename X::V;
-  constexpr int64_t kHalf = kRow / 2;
-  constexpr int kVectors = kHalf / K::kLanes;
+  constexpr int kVectors = kHalfRow / K::kLanes;
   const bool with_scores = moves_scores(t);
   const uint64_t* const keep = a.dropout.seed ? w.keep : nullptr;
   const V scale = X::set((typename K::T)a.scale);
-  typename K::Unit *const p_pairs = w.pairs, *const pairs = w.pairs + kTile / 2 * kHalf;
-  for (int64_t lane = 0; lane < q.vectors * K::kLanes; lane += kHalf) {
+  typename K::Unit *const p_pairs = w.pairs, *const pairs = w.pairs + kTile / 2 * kHalfRow;
+  for (int64_t lane = 0; lane < q.vectors * K::kLanes; lane += kHalfRow) {
     const int64_t vectors = min_of(kVectors, q.vectors - lane / K::kLanes);
     const auto product = [&](bool add, const Operand& from, int64_t rows, int64_t units,
                              const typename K::Unit* x, int64_t ldx, typename K::T* c,
@@ -219,7 +218,7 @@ void matrix_tangent(const Attention& a, const AttentionTangent& t, const Operand
     };
     const auto scores = [&](bool add, const Operand& rows, const typename K::Unit* x,
                             typename K::T* c) {
-      product(add, rows, kTile, units_of<K>(a.head_dim), x + lane, kRow, c, kHalf);
+      product(add, rows, kTile, units_of<K>(a.head_dim), x + lane, kRow, c, kHalfRow);
     };
     scores(false, key_rows, q.query, w.s);
     if (t.query.data) scores(false, key_rows, q.query_tangent, w.st);
@@ -231,25 +230,24 @@ void matrix_tangent(const Attention& a, const AttentionTangent& t, const Operand
       low[i] = X::load(q.low + lane + i * K::kLanes);
       mu[0][i] = mu[1][i] = X::zero();
     }
+    // All vectors of the half: of those past the last query nothing is used.
     const auto weigh = [&]<bool kScores, bool kDropout>() __attribute__((always_inline)) {
       for (int64_t n = 0; n < kTile; n += 2)
 #pragma GCC unroll 4
         for (int i = 0; i < kVectors; i++) {
-          const int64_t at = n * kHalf + i * K::kLanes, to = n / 2 * kHalf + i * K::kLanes;
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; v++)
-            __builtin_prefetch(q.out + (n / 2 * kVectors + i) * kRow + lane + v * K::kLanes, 1);
+          const int64_t at = n * kHalfRow + i * K::kLanes, to = n / 2 * kHalfRow + i * K::kLanes;
+          ask_sums<K, kVectors>(q.out + lane, n / 2 * kVectors + i);
           V p[2], x[2];
 #pragma GCC unroll 2
           for (int k = 0; k < 2; k++)
-            p[k] = X::sub(X::sub(X::mul(scale, X::load(w.s + at + k * kHalf)), high[i]), low[i]);
+            p[k] = X::sub(X::sub(X::mul(scale, X::load(w.s + at + k * kHalfRow)), high[i]), low[i]);
           exp_each<X, 2>(p);
 #pragma GCC unroll 2
           for (int k = 0; k < 2; k++) {
             const typename X::M kept =
                 X::mask(kDropout ? keep[n + k] >> (lane + i * K::kLanes) : ~0ull);
             if constexpr (kScores) {
-              x[k] = X::mul(p[k], X::mul(scale, X::load(w.st + at + k * kHalf)));
+              x[k] = X::mul(p[k], X::mul(scale, X::load(w.st + at + k * kHalfRow)));
               mu[k][i] = X::add(mu[k][i], x[k]);
               if constexpr (kDropout) x[k] = X::select(kept, x[k], X::zero());
             }
@@ -269,8 +267,8 @@ void matrix_tangent(const Attention& a, const AttentionTangent& t, const Operand
     }
 
     const auto weighted = [&](bool add, const Operand& columns, const typename K::Unit* x) {
-      product(add, columns, height_of<K>(a.value_dim), units_of<K>(kTile), x, kHalf, q.out + lane,
-              kRow);
+      product(add, columns, height_of<K>(a.value_dim), units_of<K>(kTile), x, kHalfRow,
+              q.out + lane, kRow);
     };
     if (with_scores) weighted(q.started, value, pairs);
     if (t.value.data) weighted(q.started || with_scores, value_tangent, p_pairs);

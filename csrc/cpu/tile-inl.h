@@ -140,6 +140,17 @@ typename X::V exp_of(typename X::V x) {
   return one[0];
 }
 
+// On a matrix unit whole tiles go by halves: so many queries at a time.
+constexpr int64_t kHalfRow = kRow / 2;
+
+// Asks for NV vectors of a row of sums, [row][64 queries], that a product will be added to: a
+// matrix unit reads them no faster than they come.
+template <class K, int NV>
+[[gnu::always_inline]] inline void ask_sums(const typename K::T* sums, int64_t row) {
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++) __builtin_prefetch(sums + row * kRow + i * K::kLanes, 1);
+}
+
 // Query-like rows as vectors along t = column: [units of columns][64 rows].
 template <class K, bool kScale = false>
 void pack_lanes(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns,
