@@ -25,6 +25,13 @@ inline bool all_in_pieces(const Attention& a, const AttentionGrad* g = nullptr) 
   return all;
 }
 
+// Whether a bias of 16-bit type can be copied 16 bytes at a time: eight keys of a query.
+inline bool bias_in_pieces(const Attention& a) {
+  const Pairs& bias = a.bias;
+  return !a.bias_is_float32 && bias.key == 1 && (bias.batch | bias.head | bias.query) % 8 == 0 &&
+         (uintptr_t)bias.data % 16 == 0;
+}
+
 // The copies, for those rows that need one: their bytes of scratch; and makes them, so that a and g
 // have their rows there.
 int64_t aligned_bytes(const Attention& a, const AttentionGrad* g = nullptr);

@@ -16,14 +16,18 @@ template <class S>
 const char* backward_hopper_of(const Attention& a, const AttentionGrad& g, Stream stream);
 template <class S>
 const char* backward_hopper_wide_of(const Attention& a, const AttentionGrad& g, Stream stream);
+template <class S>
+const char* backward_hopper_bias_of(const Attention& a, const AttentionGrad& g, Stream stream);
 
 // Once align_rows has been. As in forward, keys are dropped in whole groups of eight.
 inline bool backward_hopper_takes(const Attention& a, const AttentionGrad& g) {
   constexpr int64_t kFew = 64;
-  return !g.grad_weights.data && !g.grad_bias.data && !a.bias.data && !a.uniform_empty_rows &&
-         a.queries > kFew && a.keys > kFew && max_of(a.head_dim, a.value_dim) <= 256 &&
-         (copies_are_little(a) || all_in_pieces(a, &g)) && !(a.dropout.seed && a.origin.key % 8) &&
-         on_hopper();
+  const int64_t width = max_of(a.head_dim, a.value_dim);
+  if (a.bias.data && (width > 128 || a.dropout.seed || !bias_in_pieces(a))) return false;
+  if (g.grad_bias.data && g.grad_bias.key != 1) return false;
+  return !g.grad_weights.data && !a.uniform_empty_rows && a.queries > kFew && a.keys > kFew &&
+         width <= 256 && (copies_are_little(a) || all_in_pieces(a, &g)) &&
+         !(a.dropout.seed && a.origin.key % 8) && on_hopper();
 }
 
 template <class S>
@@ -122,6 +126,10 @@ HOST_DEVICE bool bias_is_dense(const Attention& a, const Pairs& grad_bias) {
 HOST_DEVICE bool bias_is_constant(const Attention& a, const Pairs& grad_bias) {
   return !grad_bias.key && a.keys > 1;
 }
+// Whether the owner of queries has something to do.
+inline bool queries_are_wanted(const Attention& a, const AttentionGrad& g) {
+  return g.grad_query.data || (g.grad_bias.data && bias_is_dense(a, g.grad_bias));
+}
 HOST_DEVICE bool bias_is_summed(const Attention& a, const Pairs& grad_bias) {
   return grad_bias.data && !bias_is_dense(a, grad_bias) && !bias_is_constant(a, grad_bias) &&
          a.batch * a.heads * a.queries * a.keys > 0;
@@ -165,6 +173,14 @@ HOST_DEVICE int64_t owner_count(const BiasPlan& plan) {
 // Whether sums are left for bias_finish_kernel; else the owner writes its tile of grad_bias.
 HOST_DEVICE bool bias_in_chunks(const Attention& a, const BiasPlan& plan, const Pairs& bias) {
   return plan.chunks > 1 || (!bias.query && a.queries > 1);
+}
+
+// The same sums on a GPU of compute capability 9.0, in tiles of 128 queries.
+template <class S>
+const char* bias_hopper_of(const Attention& a, const AttentionGrad& g, const BiasPlan& plan,
+                           Stream stream);
+inline bool bias_hopper_takes(const Attention& a, const AttentionGrad& g, const BiasPlan& plan) {
+  return backward_hopper_takes(a, g) && !bias_in_chunks(a, plan, g.grad_bias);
 }
 
 // Of the sums that are left.

@@ -55,17 +55,31 @@ const char* run_backward_half(const Attention& a, const AttentionGrad& g, Stream
 }
 
 template <class F>
+const char* launch_bias_half(const Attention& a, const AttentionGrad& g, const BiasPlan& plan,
+                             float* sums, Stream stream) {
+  const Grid grid{owner_count(plan) * (kTile / F::kOthers) * plan.chunks, 1};
+  return launch(bias_half_kernel<F>, grid, F::kThreads, shared_bytes<F>(a), stream, a, g, plan,
+                sums);
+}
+template <class F>
 const char* run_bias_half(const Attention& a, const AttentionGrad& g, void* scratch,
                           Stream stream) {
-  return run_bias<typename F::S>(
-      a, g.grad_bias, g.grad_lse, g.delta, scratch, stream, [&](const BiasPlan& plan, float* sums) {
-        const Grid grid{owner_count(plan) * (kTile / F::kOthers) * plan.chunks, 1};
-        return launch(bias_half_kernel<F>, grid, F::kThreads, shared_bytes<F>(a), stream, a, g,
-                      plan, sums);
-      });
+  return run_bias<typename F::S>(a, g.grad_bias, g.grad_lse, g.delta, scratch, stream,
+                                 [&](const BiasPlan& plan, float* sums) {
+                                   return launch_bias_half<F>(a, g, plan, sums, stream);
+                                 });
 }
-inline bool queries_are_wanted(const Attention& a, const AttentionGrad& g) {
-  return g.grad_query.data || (g.grad_bias.data && bias_is_dense(a, g.grad_bias));
+// Where the kernels of compute capability 9.0 do the rest.
+template <class S, int kWidth>
+const char* run_bias_hopper(const Attention& a, const AttentionGrad& g, void* scratch,
+                            Stream stream) {
+  using OfQueries = HalfBackward<S, kWidth, false, true, false>;
+  return run_bias<S>(a, g.grad_bias, g.grad_lse, g.delta, scratch, stream,
+                     [&](const BiasPlan& plan, float* sums) {
+                       return bias_hopper_takes(a, g, plan)
+                                  ? bias_hopper_of<S>(a, g, plan, stream)
+                                  : launch_bias_half<OfQueries>(a, g, plan, sums, stream);
+                     });
 }
 
 template <class S, int kWidth>
@@ -107,7 +121,11 @@ const char* backward_of_half(const Attention& given, const AttentionGrad& g, voi
     AttentionGrad grads = g;
     const char* error = run_delta<S>(a, g, stream);
     if (!error) error = align_rows(a, &grads, scratch, stream);
-    return error ? error : backward_hopper_of<S>(a, grads, stream);
+    if (!error) error = backward_hopper_of<S>(a, grads, stream);
+    if (error) return error;
+    return max_of(a.head_dim, a.value_dim) <= 64
+               ? run_bias_hopper<S, 64>(a, grads, scratch, stream)
+               : run_bias_hopper<S, 128>(a, grads, scratch, stream);
   }
   if (g.grad_weights.data) {
     if (a.head_dim <= 128) return weights_backward_half<S, 128>(a, g, scratch, stream);

@@ -94,10 +94,12 @@ DEVICE void start_sums(const typename F::At& turn, HopperTile<F>& tile, HopperSu
 // That this warp has done with a tile. Where each lane has read numbers of it, each lane says so.
 template <class F>
 DEVICE void leave(const typename F::At& turn) {
-  if constexpr (F::kOwnsKeys)
+  if constexpr (F::kOwnsKeys) {
     F::Tiles::left_by_lane(turn);
-  else
+  } else {
+    if constexpr (F::kBias) sync_warp();  // its lanes have read the bias
     F::Tiles::left(turn);
+  }
 }
 // The same of what the block owns.
 template <class F>
@@ -118,7 +120,7 @@ DEVICE void middle_of_tile(const Attention& a, const HopperPlace& at, const type
   }
   wait_products<kLater + 1>();
   pin(tile.s[0]);
-  hopper_powers<F>(a, turn, own, tile.s);
+  hopper_powers<F>(a, turn, own, tile.pairs, tile.s);
   hide<F>(tile.pairs, tile.s);
   wait_products<kLater>();
   pin(tile.dp[0]);
@@ -150,10 +152,32 @@ DEVICE void own_numbers(const Attention& a, const AttentionGrad& g, const Hopper
   }
 }
 
+// dS of 64 keys of a warp, to where the gradient of the bias is.
+template <class F>
+DEVICE void store_bias_part(const Attention& a, const Pairs& grad_bias, int b, int h, int64_t i0,
+                            int64_t k0, const float (&ds)[1][8][4]) {
+  using S = typename F::S;
+  const Rows to{(S*)grad_bias.data + k0, grad_bias.batch, grad_bias.head, grad_bias.query};
+  const float one[1][2] = {{1, 1}};
+  store_fragments<S>(to, b, h, i0, a.queries, (int)min_of(64, a.keys - k0), one, ds);
+}
+// A bias that has each pair for itself: its gradient is dS.
+template <class F>
+DEVICE void store_bias_of_tile(const Attention& a, const AttentionGrad& g, const HopperPlace& at,
+                               HopperTile<F>& tile) {
+  if constexpr (F::kBias && !F::kOwnsKeys)
+    if (g.grad_bias.data && bias_is_dense(a, g.grad_bias))
+#pragma unroll
+      for (int part = 0; part < F::kParts; part++)
+        store_bias_part<F>(a, g.grad_bias, at.b, at.h, (int64_t)at.own * 16,
+                           (int64_t)at.tile * F::kOthers + 64 * part, part_of(tile.dp, part));
+}
+
 // All tiles of one consumer; whether any was only partly visible.
 template <class F>
-DEVICE bool consume_others(const Attention& a, HopperPlace at, const HopperNumbers (&own)[2],
-                           typename F::At& turn, HopperSums<F>& sums) {
+DEVICE bool consume_others(const Attention& a, const AttentionGrad& g, HopperPlace at,
+                           const HopperNumbers (&own)[2], typename F::At& turn,
+                           HopperSums<F>& sums) {
   if (at.done()) return false;
   HopperOwn<F> held;
   F::Tiles::wait_full(turn);  // what is owned came with it
@@ -167,6 +191,7 @@ DEVICE bool consume_others(const Attention& a, HopperPlace at, const HopperNumbe
     start_tile<F, F::kHeld>(turn, held, tile);
     middle_of_tile<F, 0>(a, at, turn, own, tile);
     partial |= tile.pairs.partial;
+    store_bias_of_tile<F>(a, g, at, tile);
     round_tile<F>(tile);
 #pragma unroll 1
     for (at.next<F>(a); !at.done(); at.next<F>(a)) {
@@ -179,6 +204,7 @@ DEVICE bool consume_others(const Attention& a, HopperPlace at, const HopperNumbe
       start_sums<F>(before, tile, sums);
       middle_of_tile<F, F::kValues ? 2 : 1>(a, at, turn, own, tile);
       partial |= tile.pairs.partial;
+      store_bias_of_tile<F>(a, g, at, tile);
       wait_products<0>();
       pin_sums<F>(tile, sums);
       leave<F>(before);
@@ -195,9 +221,10 @@ DEVICE bool consume_others(const Attention& a, HopperPlace at, const HopperNumbe
 #pragma unroll 1
     for (; !at.done(); turn.next(), at.next<F>(a)) {
       hopper_visible<F>(a, at, tile.pairs);
-      partial |= tile.pairs.partial;
       start_tile<F, F::kHeld>(turn, held, tile);
       middle_of_tile<F, 0>(a, at, turn, own, tile);
+      partial |= tile.pairs.partial;
+      store_bias_of_tile<F>(a, g, at, tile);
       round_tile<F>(tile);
       pin_sums<F>(tile, sums);
       start_sums<F>(turn, tile, sums);
@@ -292,14 +319,24 @@ struct HopperRounds {
   bool even;
   DEVICE_MEMBER uint32_t number(uint32_t round) const { return blockIdx.x + round * gridDim.x; }
   template <class F>
+  DEVICE_MEMBER static uint32_t heads_of(const Attention& a) {
+    return (uint32_t)(F::kOwnsKeys ? a.kv_heads : a.heads);
+  }
+  // Batch entry and head of a row of blocks.
+  template <class F>
+  DEVICE_MEMBER static uint32_t row(const Attention& a, uint32_t n) {
+    if constexpr (F::kBias) return (uint32_t)bias_row(a, n, heads_of<F>(a));
+    return n;
+  }
+  template <class F>
   DEVICE_MEMBER int head(const Attention& a, uint32_t round) const {
-    return number(round) / blocks % (uint32_t)(F::kOwnsKeys ? a.kv_heads : a.heads);
+    return row<F>(a, number(round) / blocks) % heads_of<F>(a);
   }
   template <class F>
   DEVICE_MEMBER HalfBlock block(const Attention& a, uint32_t round) const {
     const uint32_t n = number(round);
     // The producer has all rows of the block.
-    return half_block<F>(a, n / blocks, n % blocks, warp_id() < 4 ? 0 : F::warp_row());
+    return half_block<F>(a, row<F>(a, n / blocks), n % blocks, warp_id() < 4 ? 0 : F::warp_row());
   }
   template <class F>
   DEVICE_MEMBER bool take(const Attention& a, uint32_t round, HopperPlace& at) const {
@@ -311,7 +348,7 @@ struct HopperRounds {
 template <class F>
 HopperRounds hopper_rounds(const Attention& a) {
   const int64_t blocks = ceil_div(F::kOwnsKeys ? a.keys : a.queries, F::kRows);
-  const bool even = !a.mask.data && hides_nothing(a);
+  const bool even = !a.mask.data && !a.bias.data && hides_nothing(a);
   const int64_t heads = a.batch * (F::kOwnsKeys ? a.kv_heads : a.heads);
   return {(uint32_t)blocks, (uint32_t)(blocks * heads), even};
 }
@@ -348,7 +385,7 @@ __global__ void LAUNCH_BOUNDS(F::kThreads, 1)
     const int head = rounds.head<F>(a, round);
     own_numbers<F>(a, g, at, head, own);
     clear_sums<F>(sums);
-    const bool partial = consume_others<F>(a, at, own, turn, sums);
+    const bool partial = consume_others<F>(a, g, at, own, turn, sums);
     // What a hidden pair may have spoilt is done again: nothing else costs time where all is well.
     // Where blocks are even, a pair is hidden only because it does not exist; it stands here as 0.
     const bool finite = all_finite(sums.scores) && all_finite(sums.values);
@@ -370,13 +407,13 @@ const char* run_backward_hopper(const Attention& a, const AttentionGrad& g, Stre
   return launch(backward_hopper_kernel<F>, {each, 1}, F::kThreads, F::kSharedBytes, stream, a, g,
                 rounds);
 }
-template <class S, int kWidth, bool kDropout>
+template <class S, int kWidth, bool kDropout, bool kBias = false>
 const char* backward_hopper(const Attention& a, const AttentionGrad& g, Stream stream) {
   const char* error = nullptr;
-  if (g.grad_query.data)
-    error = run_backward_hopper<HopperBackward<S, kWidth, false, kDropout>>(a, g, stream);
+  if (queries_are_wanted(a, g))
+    error = run_backward_hopper<HopperBackward<S, kWidth, false, kDropout, kBias>>(a, g, stream);
   if (!error && (g.grad_key.data || g.grad_value.data))
-    error = run_backward_hopper<HopperBackward<S, kWidth, true, kDropout>>(a, g, stream);
+    error = run_backward_hopper<HopperBackward<S, kWidth, true, kDropout, kBias>>(a, g, stream);
   return error;
 }
 template <class S, int kWidth>
@@ -386,6 +423,7 @@ const char* backward_hopper(const Attention& a, const AttentionGrad& g, Stream s
 }
 template <class S>
 const char* backward_hopper(const Attention& a, const AttentionGrad& g, Stream stream) {
+  if (a.bias.data) return backward_hopper_bias_of<S>(a, g, stream);
   const int64_t width = max_of(a.head_dim, a.value_dim);
   if (width <= 64) return backward_hopper<S, 64>(a, g, stream);
   if (width <= 128) return backward_hopper<S, 128>(a, g, stream);

@@ -8,6 +8,10 @@ const char* backward_hopper_wide_of<BFloat16>(const Attention& a, const Attentio
                                               Stream stream);
 
 template <>
+const char* backward_hopper_bias_of<BFloat16>(const Attention& a, const AttentionGrad& g,
+                                              Stream stream);
+
+template <>
 const char* backward_hopper_of<BFloat16>(const Attention& a, const AttentionGrad& g,
                                          Stream stream) {
   return backward_hopper<BFloat16>(a, g, stream);

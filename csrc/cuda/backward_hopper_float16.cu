@@ -8,6 +8,10 @@ const char* backward_hopper_wide_of<Float16>(const Attention& a, const Attention
                                              Stream stream);
 
 template <>
+const char* backward_hopper_bias_of<Float16>(const Attention& a, const AttentionGrad& g,
+                                             Stream stream);
+
+template <>
 const char* backward_hopper_of<Float16>(const Attention& a, const AttentionGrad& g, Stream stream) {
   return backward_hopper<Float16>(a, g, stream);
 }

@@ -6,10 +6,10 @@
 
 namespace mha_ext::cuda {
 
-template <class S_, int kWidth_, bool kOwnsKeys_, bool kDropout_>
+template <class S_, int kWidth_, bool kOwnsKeys_, bool kDropout_, bool kBias_ = false>
 struct HopperBackward {
   using S = S_;
-  static constexpr bool kOwnsKeys = kOwnsKeys_, kDropout = kDropout_;
+  static constexpr bool kOwnsKeys = kOwnsKeys_, kDropout = kDropout_, kBias = kBias_;
   static constexpr bool kScores = true, kValues = kOwnsKeys;  // dK or dQ; dV
   static constexpr int kWidth = kWidth_, kPanels = kWidth / 64, kFragments = 1;
   static constexpr int kConsumers = 2, kThreads = (1 + kConsumers) * kGroup;
@@ -18,7 +18,8 @@ struct HopperBackward {
   static constexpr bool kHalves = kWidth > 128;
   static constexpr int kRows = kHalves ? 64 : 64 * kConsumers;  // that a block owns
   static constexpr int kSumPanels = kHalves ? kPanels / 2 : kPanels, kSumColumns = 8 * kSumPanels;
-  static constexpr int kOthers = kOwnsKeys || kWidth > 64 ? 64 : 128;  // rows of a tile
+  static_assert(!kBias || !kHalves);
+  static constexpr int kOthers = kOwnsKeys || kBias || kWidth > 64 ? 64 : 128;  // rows of a tile
   // Whether the owned scores stay in registers: products of 64 columns are short of shared memory.
   static constexpr bool kHeld = !kOwnsKeys && kWidth > 64 && !kHalves;
   // Of a thread: 65536 in all.
@@ -26,13 +27,19 @@ struct HopperBackward {
   static constexpr int kConsumerRegisters = kWidth <= 64 ? 224 : 232;
   // Whether S and dP of the next tile start with the sums of this one: as registers allow, and
   // where a third stage can be filled meanwhile.
-  static constexpr bool kAhead = (!kOwnsKeys || kWidth <= 64) && !kHalves;
+  static constexpr bool kAhead = (!kOwnsKeys || (kWidth <= 64 && !kBias)) && !kHalves;
   static constexpr int kParts = kOthers / 64, kColumns = kOthers / 8, kSteps = kOthers / 16;
-  static constexpr int kStages = kHalves ? 2 : kOwnsKeys ? (kWidth <= 64 ? 5 : 3) : 4;
+  static constexpr int kStages = kHalves        ? 2
+                                 : kBias        ? (kWidth <= 64 ? 4 : 3)
+                                 : !kOwnsKeys   ? 4
+                                 : kWidth <= 64 ? 5
+                                                : 3;
   static constexpr int kOwnBytes = kRows * 2 * kWidth, kTileBytes = kOthers * 2 * kWidth;
   // Where they have room, the rows of the next block come while those of this one are used.
   static constexpr int kOwnStages = kWidth <= 64 ? 2 : 1;
-  static constexpr int kStageBytes = 2 * kTileBytes, kNumberBytes = kOwnsKeys ? 1280 : 0;
+  static constexpr int kBiasBytes = kBias ? 2 * kRows * kOthers : 0;
+  static constexpr int kStageBytes = 2 * kTileBytes + kBiasBytes;
+  static constexpr int kNumberBytes = kOwnsKeys ? 1280 : 0;
   static constexpr Address kFirst = kOwnStages * 2 * kOwnBytes;
   static constexpr Address kNumbers = kFirst + kStages * kStageBytes;
   using Tiles = Ring<kStages, kStageBytes, kFirst, kNumbers + kStages * kNumberBytes>;
@@ -47,6 +54,8 @@ struct HopperBackward {
   };
   DEVICE_MEMBER static Address score_tile(const At& at) { return Tiles::tile(at); }
   DEVICE_MEMBER static Address value_tile(const At& at) { return Tiles::tile(at) + kTileBytes; }
+  // Of the pairs of a tile, [queries][keys] in panels of 64 keys.
+  DEVICE_MEMBER static Address bias_tile(const At& at) { return Tiles::tile(at) + 2 * kTileBytes; }
   DEVICE_MEMBER static Address own_scores(const At& at) { return Own::tile(at.own); }
   DEVICE_MEMBER static Address own_values(const At& at) { return Own::tile(at.own) + kOwnBytes; }
   // Of a consumer: its first row of those of the block, that of a warp, and its first panel of the
@@ -81,15 +90,23 @@ struct HopperNumbers {
   float level, delta, lse, low;
   bool far;
 };
-DEVICE HopperNumbers hopper_numbers(const Attention& a, const AttentionGrad& g, int64_t at) {
+DEVICE HopperNumbers hopper_numbers(const QueryNumbers& of) {
   constexpr float kNear = 128;
   HopperNumbers to;
-  to.lse = row_level(((const float*)a.lse)[at]);
-  to.low = a.lse_low ? ((const float*)a.lse_low)[at] : 0;
-  to.delta = ((const float*)g.delta)[at];
+  to.lse = row_level(of.lse);
+  to.low = of.low;
+  to.delta = of.delta;
   to.far = to.lse != INFINITY && !(fabsf(to.lse) < kNear);
   to.level = fmaf(to.lse, kLog2E, to.low * kLog2E);
   return to;
+}
+
+DEVICE QueryNumbers numbers_at(const Attention& a, const AttentionGrad& g, int64_t at) {
+  return {((const float*)a.lse)[at], a.lse_low ? ((const float*)a.lse_low)[at] : 0,
+          ((const float*)g.delta)[at]};
+}
+DEVICE HopperNumbers hopper_numbers(const Attention& a, const AttentionGrad& g, int64_t at) {
+  return hopper_numbers(numbers_at(a, g, at));
 }
 
 // A mark for each tile of a block, head after head: whether the mask leaves any of its pairs, and a
@@ -231,6 +248,11 @@ DEVICE void produce_others(const Attention& a, const AttentionGrad& g, HopperPla
     Tiles::wait_free(turn);
     copy_tile<F::kOthers, F::kPanels>(first ? F::score_tile(turn) : F::value_tile(turn), others,
                                       kKeys ? at.h : kv_head(a, at.h), other0, rows);
+    if constexpr (F::kBias) {
+      const int own0 = at.own * 16 + (first ? 0 : 64);
+      copy_bias(a, at.b, at.h, kKeys ? other0 : own0, kKeys ? own0 : other0,
+                F::bias_tile(turn) + (Address)(first ? 0 : 64 * kPanelBytes));
+    }
     copy_commit();
     if (later) {
       copy_wait<1>();
@@ -296,20 +318,24 @@ DEVICE void hide(const HopperPairs<F>& pairs, float (&c)[1][F::kColumns][4]) {
   }
 }
 
-// S -> P of one tile.
+// S -> P of one tile; for a tile with a bias: also the bits of what it hides.
 template <class F>
 DEVICE void hopper_powers(const Attention& a, const typename F::At& turn,
-                          const HopperNumbers (&own)[2], float (&s)[1][F::kColumns][4]) {
+                          const HopperNumbers (&own)[2], HopperPairs<F>& pairs,
+                          float (&s)[1][F::kColumns][4]) {
   const float scale = (float)a.scale;
   const Address first = F::numbers(turn) + 8 * (Address)(lane_id() % 4);
+  [[maybe_unused]] BiasWords<F> bias;
   bool far = false;
   if constexpr (F::kOwnsKeys)
     far = load_shared<uint64_t>(F::numbers(turn) + 1024) != 0;
   else
     far = ballot(own[0].far || own[1].far) != 0;
+  const float factor = scale * kLog2E;
   if (far) {  // S - lse comes first
 #pragma unroll
     for (int j = 0; j < F::kColumns; j++) {
+      if constexpr (F::kBias) bias.load(turn, j);
       TwoNumbers lse, low;
       if constexpr (F::kOwnsKeys) {
         lse = load_shared<TwoNumbers>(first + (Address)(32 * j) + 512);
@@ -321,24 +347,32 @@ DEVICE void hopper_powers(const Attention& a, const typename F::At& turn,
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const int i = F::kOwnsKeys ? e % 2 : e / 2;
-        s[0][j][e] = exp2_approximate((fmaf(s[0][j][e], scale, -lse.at[i]) - low.at[i]) * kLog2E);
+        float above;
+        if constexpr (F::kBias)
+          above = add_bias(s[0][j][e] * scale, bias.at(j, e)) - lse.at[i];
+        else
+          above = fmaf(s[0][j][e], scale, -lse.at[i]);
+        s[0][j][e] = exp2_approximate((above - low.at[i]) * kLog2E);
       }
     }
-    return;
-  }
-  const float factor = scale * kLog2E;
+  } else {
 #pragma unroll
-  for (int j = 0; j < F::kColumns; j++) {
-    TwoNumbers level;
-    if constexpr (F::kOwnsKeys)
-      level = load_shared<TwoNumbers>(first + (Address)(32 * j));
-    else
-      level = {{own[0].level, own[1].level}};
+    for (int j = 0; j < F::kColumns; j++) {
+      if constexpr (F::kBias) bias.load(turn, j);
+      TwoNumbers level;
+      if constexpr (F::kOwnsKeys)
+        level = load_shared<TwoNumbers>(first + (Address)(32 * j));
+      else
+        level = {{own[0].level, own[1].level}};
 #pragma unroll
-    for (int e = 0; e < 4; e++)
-      s[0][j][e] =
-          exp2_approximate(fmaf(s[0][j][e], factor, -level.at[F::kOwnsKeys ? e % 2 : e / 2]));
+      for (int e = 0; e < 4; e++) {
+        float rest = -level.at[F::kOwnsKeys ? e % 2 : e / 2];
+        if constexpr (F::kBias) rest = fmaf(bias.at(j, e), kLog2E, rest);
+        s[0][j][e] = exp2_approximate(fmaf(s[0][j][e], factor, rest));
+      }
+    }
   }
+  if constexpr (F::kBias) hide_by_bias<F>(turn, bias.least, pairs);
 }
 // dP -> dS.
 template <class F>

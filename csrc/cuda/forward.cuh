@@ -41,13 +41,14 @@ HOST_DEVICE KeyParts key_parts(const Attention& a) {
   return {max_of(1, ceil_div(a.keys, size)), size};
 }
 
-// Once align_rows has been. A bias is read faster by the other kernel, which copies it beside the
-// keys. Keys are dropped in whole groups of eight.
+// Once align_rows has been. Keys are dropped in whole groups of eight.
 inline bool hopper_takes(const Attention& a) {
   constexpr int64_t kOneFragment = 64;
-  return !a.bias.data && a.queries > kOneFragment && key_parts(a).count == 1 &&
-         max_of(a.head_dim, a.value_dim) <= 256 && (copies_are_little(a) || all_in_pieces(a)) &&
-         !(a.dropout.seed && a.origin.key % 8) && on_hopper();
+  const int64_t width = max_of(a.head_dim, a.value_dim);
+  if (a.bias.data && (width > 128 || !bias_in_pieces(a))) return false;
+  return a.queries > kOneFragment && key_parts(a).count == 1 && width <= 256 &&
+         (copies_are_little(a) || all_in_pieces(a)) && !(a.dropout.seed && a.origin.key % 8) &&
+         on_hopper();
 }
 
 // What parts leave: sums of P V, and the level and sum of P of each row. The rows [B H Lq] are cut

@@ -52,14 +52,42 @@ DEVICE void hide_pairs(const Attention& a, const Place& place, int64_t i0, int64
     uint32_t bits[1];
     fragment_bits<Half>(visible_word(a, place.b, place.h, i0, count, k0 + 64 * part, 64), bits);
     select_tile<Half>(bits, -INFINITY, half_of<F>(s, part));
-    visible[part] = bits[0];
+    visible[part] &= bits[0];
   }
+}
+
+// S scale + bias: what is finite stays finite, and what the bias hides becomes -inf.
+template <class F>
+DEVICE void add_bias_of_tile(const Turn<F::kStages>& turn, float scale,
+                             float (&s)[1][F::kColumns][4], HopperPairs<F>& pairs) {
+  using Half = typename F::Half;
+  BiasWords<F> bias;
+#pragma unroll
+  for (int j = 0; j < F::kColumns; j++) {
+    bias.load(turn, j);
+#pragma unroll
+    for (int e = 0; e < 4; e++) s[0][j][e] = fmaf(s[0][j][e], scale, bias.at(j, e));
+  }
+  if (hide_by_bias<F>(turn, bias.least, pairs))
+#pragma unroll
+    for (int part = 0; part < F::kWords; part++) {
+      const uint32_t bits[1] = {pairs.visible[part]};
+      auto& scores = half_of<F>(s, part);
+#pragma unroll
+      for (int j = 0; j < Half::kColumns; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          scores[0][j][e] = max_or_nan(scores[0][j][e], lowest_finite(0.0f));
+      select_tile<Half>(bits, -INFINITY, scores);
+    }
+  sync_warp();  // its lanes have read the bias
+  F::Keys::left(turn);
 }
 
 // S -> P of one tile, as forward_tile does it. kCare: with the bits of what is visible.
 template <class F, bool kCare>
 DEVICE Rise<F> hopper_softmax(const Attention& a, const HopperBlock& of, const SeenTiles& seen,
-                              int64_t i0, const HopperTiles<F>& tiles,
+                              int64_t i0, const HopperTiles<F>& tiles, const Turn<F::kStages>& turn,
                               float (&s)[1][F::kColumns][4], RowState<F>& rows,
                               HopperPairs<F>& pairs) {
   using Half = typename F::Half;
@@ -67,16 +95,21 @@ DEVICE Rise<F> hopper_softmax(const Attention& a, const HopperBlock& of, const S
   const int tile = tiles.at;
   const int64_t k0 = (int64_t)tile * F::kKeys;
   float scale = (float)a.scale;
-  if constexpr (!F::kPlain)
+  pairs.partial = false;
+#pragma unroll
+  for (int part = 0; part < F::kWords; part++) pairs.visible[part] = ~0u;
+  if constexpr (F::kBias) {
+    add_bias_of_tile<F>(turn, scale, s, pairs);
+    scale = 1;
+  } else if constexpr (!F::kPlain) {
     if (!(scale > 0)) {
       scale_fragments(scale, s);
       scale = 1;
     }
-  pairs.partial = tile < seen.all || tile >= seen.all_end;
-  pairs.partial |= !tiles.clear;
-#pragma unroll
-  for (int part = 0; part < F::kWords; part++) pairs.visible[part] = ~0u;
-  if (pairs.partial) {
+  }
+  const bool hides = tile < seen.all || tile >= seen.all_end || !tiles.clear;
+  pairs.partial |= hides;
+  if (hides) {
     if constexpr (F::kPlain && !kCare)
       hide_outside_band<F>(a, place.b, i0, k0, s);
     else
@@ -102,7 +135,7 @@ DEVICE void wait_scores(const Turn<F::kStages>& turn, float (&s)[1][F::kColumns]
   start_scores<F>(turn, s);
   wait_products<0>();
   pin(s[0]);
-  F::Keys::left(turn);
+  if constexpr (!F::kBias) F::Keys::left(turn);
 }
 
 // Leaves tiles that none of a consumer's queries sees, or the end of the tiles.
@@ -133,7 +166,7 @@ DEVICE bool consume_tiles(const Attention& a, const HopperBlock& of, const SeenT
 
   wait_scores<F>(turn, s);
   if (tiles.is_last()) F::Queries::left(turns.queries);
-  hopper_softmax<F, false>(a, of, seen, i0, tiles, s, rows, pairs);  // nothing to rescale yet
+  hopper_softmax<F, false>(a, of, seen, i0, tiles, turn, s, rows, pairs);  // nothing to rescale yet
   partial |= pairs.partial;
   round_fragments<S>(s, p);
   Turn<F::kStages> before = turn;
@@ -146,9 +179,9 @@ DEVICE bool consume_tiles(const Attention& a, const HopperBlock& of, const SeenT
     wait_products<F::kAhead ? 1 : 0>();
     pin(s[0]);
     if constexpr (!F::kAhead) pin(rows.out[0]);
-    Keys::left(turn);
+    if constexpr (!F::kBias) Keys::left(turn);
     if (tiles.is_last()) F::Queries::left(turns.queries);
-    const Rise<F> rise = hopper_softmax<F, false>(a, of, seen, i0, tiles, s, rows, pairs);
+    const Rise<F> rise = hopper_softmax<F, false>(a, of, seen, i0, tiles, turn, s, rows, pairs);
     partial |= pairs.partial;
     if constexpr (F::kAhead)
       settle(rows.l[0][0] + rows.l[0][1]);  // the exponentials come before the wait
@@ -214,7 +247,7 @@ DEVICE void consume_with_care(const Attention& a, const HopperBlock& of, const S
 #pragma unroll 1
   for (; tiles.find(turn); turn.next()) {
     wait_scores<F>(turn, s);
-    rescale<F>(hopper_softmax<F, true>(a, of, seen, i0, tiles, s, rows, pairs), rows);
+    rescale<F>(hopper_softmax<F, true>(a, of, seen, i0, tiles, turn, s, rows, pairs), rows);
     round_fragments<S>(s, p);
     Values::wait_full(turn);
 #pragma unroll
@@ -359,6 +392,11 @@ const char* with_options(const Attention& a, Stream stream) {
 }
 template <class S, int kWidth>
 const char* by_options(const Attention& a, Stream stream) {
+  if constexpr (kWidth <= 128)
+    if (a.bias.data)
+      return a.mask.data || a.dropout.seed
+                 ? run_forward_hopper<HopperForward<S, kWidth, false, 2, 128, true>>(a, stream)
+                 : run_forward_hopper<HopperForward<S, kWidth, true, 2, 128, true>>(a, stream);
   if (a.mask.data || a.dropout.seed || !((float)a.scale > 0))
     return with_options<S, kWidth>(a, stream);
   using Two = HopperForward<S, kWidth, true>;

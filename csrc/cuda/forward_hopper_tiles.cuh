@@ -7,11 +7,12 @@
 namespace mha_ext::cuda {
 
 template <class S_, int kWidth_, bool kPlain_, int kConsumers_ = 2,
-          int kKeys_ = kWidth_ <= 128 ? 128 : 64>
+          int kKeys_ = kWidth_ <= 128 ? 128 : 64, bool kBias_ = false>
 struct HopperForward {
   using S = S_;
   static constexpr bool kOwnsKeys = false;
-  static constexpr bool kPlain = kPlain_;                    // no mask or dropout, and scale > 0
+  static constexpr bool kPlain = kPlain_;  // no mask or dropout, and scale > 0
+  static constexpr bool kBias = kBias_;
   static constexpr int kWidth = kWidth_;                     // D and Dv are at most this
   static constexpr int kKeys = kKeys_, kWords = kKeys / 64;  // of a tile
   static constexpr int kFragments = 1, kColumns = kKeys / 8, kSteps = kKeys / 16;
@@ -24,17 +25,18 @@ struct HopperForward {
   static_assert(kConsumerRegisters % 8 == 0);
   // Whether registers have room for P V of a tile while S of the next becomes P.
   static constexpr bool kAhead = (kPlain || kWidth <= 64) && kConsumers == 2;
-  static constexpr int kRows = 64 * kConsumers, kPanels = kWidth / 64,
-                       kStages = kConsumers > 3  ? 6
-                                 : kWidth <= 64  ? 4
-                                 : kWidth <= 128 ? 3
-                                                 : 2;
+  static constexpr int kRows = 64 * kConsumers, kPanels = kWidth / 64;
+  static constexpr int kTileBytes = kKeys * 2 * kWidth, kQueryBytes = kRows * 2 * kWidth;
+  static constexpr int kKeyBytes = kTileBytes + (kBias ? 2 * kRows * kKeys : 0);
+  static constexpr int kMostStages = kConsumers > 3 ? 6 : kWidth <= 64 ? 4 : kWidth <= 128 ? 3 : 2;
+  static constexpr int kRoom = (kHopperSharedBytes - 2048 - kQueryBytes) / (kKeyBytes + kTileBytes);
+  static constexpr int kStages = kRoom < kMostStages ? kRoom : kMostStages;
   // Tiles that are on their way while the producer asks for the next.
   static constexpr int kLate = kStages > 2;
-  static constexpr int kTileBytes = kKeys * 2 * kWidth, kQueryBytes = kRows * 2 * kWidth;
-  static constexpr Address kFirst = kQueryBytes, kBarriers = kFirst + 2 * kStages * kTileBytes;
-  using Keys = Ring<kStages, kTileBytes, kFirst, kBarriers, kCopyThreads>;
-  using Values = Ring<kStages, kTileBytes, kFirst + kStages * kTileBytes, Keys::kEnd, kCopyThreads>;
+  static constexpr Address kFirst = kQueryBytes, kFirstValues = kFirst + kStages * kKeyBytes,
+                           kBarriers = kFirstValues + kStages * kTileBytes;
+  using Keys = Ring<kStages, kKeyBytes, kFirst, kBarriers, kCopyThreads>;  // and the bias
+  using Values = Ring<kStages, kTileBytes, kFirstValues, Keys::kEnd, kCopyThreads>;
   using Queries = Ring<1, kQueryBytes, 0, Values::kEnd, kCopyThreads>;
   using Spoilt = Question<kConsumers, Queries::kEnd>;
   // What the producer notes of a tile, 4 bytes a stage.
@@ -43,6 +45,10 @@ struct HopperForward {
   static constexpr Address kAgain = kNotes + 4 * kStages;
   static constexpr int kRemembered = 64, kSharedBytes = kAgain + kThreads / kWarp * kRemembered * 2;
   using Walk = TileWalk<kRows, kKeys, !kPlain>;
+  DEVICE_MEMBER static Address bias_tile(const Turn<kStages>& turn) {
+    return Keys::tile(turn) + kTileBytes;
+  }
+  DEVICE_MEMBER static int warp_row() { return warp_id() * 16 - 64; }
   // 64 of the keys, as a word of visibility has them.
   struct Half {
     using S = S_;
@@ -102,6 +108,7 @@ HopperOrder hopper_order(const Attention& a, int64_t each) {
 }
 template <class F>
 DEVICE HopperBlock hopper_block(const Attention& a, uint32_t row, uint32_t tile) {
+  if constexpr (F::kBias) row = (uint32_t)bias_row(a, row, a.heads);
   const uint32_t b = row / (uint32_t)a.heads, h = row - b * (uint32_t)a.heads;
   HopperBlock of;
   of.row = row;
@@ -141,8 +148,9 @@ DEVICE void note_tile(const Attention& a, const Place& place, const typename F::
   store_shared<int>(F::kNotes + 4 * (Address)stage, note);
 }
 
-// One half of the producer's side: keys or values of one tile after the other, `width` columns.
-template <class F, class Tiles>
+// One half of the producer's side: keys or values of one tile after the other, `width` columns; the
+// bias comes with the keys.
+template <class F, class Tiles, bool kWithBias>
 DEVICE void produce_rows(const Attention& a, const HopperBlock& of, const Rows& rows, int64_t width,
                          bool notes, Turn<F::kStages>& turn) {
   const Place& place = of.place;
@@ -156,6 +164,13 @@ DEVICE void produce_rows(const Attention& a, const HopperBlock& of, const Rows& 
     from.at = first + walk.at * (F::kKeys * from.stride);
     Tiles::wait_free(turn);
     copy_panels<F::kKeys, F::kPanels>(Tiles::tile(turn), from, (int)(a.keys - walk.at * F::kKeys));
+    if constexpr (kWithBias)
+#pragma unroll 1
+      for (int square = 0; square < F::kConsumers * F::kWords; square++) {
+        const int row = square % F::kConsumers * 64, word = square / F::kConsumers;
+        copy_bias(a, place.b, place.h, place.q0 + row, walk.at * F::kKeys + 64 * word,
+                  F::bias_tile(turn) + (Address)((word * F::kRows + row) * kPanelBytes));
+      }
     copy_commit();
     if (notes) note_tile<F>(a, place, walk, turn.stage);
     if (n >= F::kLate) {
@@ -183,7 +198,7 @@ DEVICE void produce_tiles(const Attention& a, const HopperBlock& of, Turns<F>& t
   if (!is_noted<F>(a) && of.first >= of.end) return;
   if (thread_id() < kCopyThreads) {
     const bool notes = is_noted<F>(a) && thread_id() == 0;
-    produce_rows<F, typename F::Keys>(a, of, a.key, a.head_dim, notes, turns.tiles);
+    produce_rows<F, typename F::Keys, F::kBias>(a, of, a.key, a.head_dim, notes, turns.tiles);
     return;
   }
   F::Queries::wait_free(turns.queries);
@@ -194,7 +209,7 @@ DEVICE void produce_tiles(const Attention& a, const HopperBlock& of, Turns<F>& t
   copy_wait<0>();
   F::Queries::filled(turns.queries);
   turns.queries.next();
-  produce_rows<F, typename F::Values>(a, of, a.value, a.value_dim, false, turns.tiles);
+  produce_rows<F, typename F::Values, false>(a, of, a.value, a.value_dim, false, turns.tiles);
 }
 
 // The tiles of one consumer, one after the other: those after `at` up to `end`, or what notes say.

@@ -1,7 +1,7 @@
 // What the kernels for compute capability 9.0 share: tiles in panels, the ring in which a producer
 // hands them to consumers, and the products of whole tiles.
 #pragma once
-#include "rows.cuh"
+#include "half.cuh"
 #include "tile_hopper.cuh"
 
 // Only code for exactly this architecture knows these instructions.
@@ -53,6 +53,69 @@ DEVICE void copy_panels(Address to, const PanelRows& from, int rows) {
       }
     }
   }
+}
+
+// A tile of the bias lies in panels of 64 keys: half a warpgroup copies 64 x 64 pairs of it into
+// one panel, with zeros where there are none.
+DEVICE void copy_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t k0,
+                      Address to) {
+  const Pairs& bias = a.bias;
+  const int64_t k = k0 + thread_id() % kPieces * 8;
+  const int bytes = (int)max_of(0, min_of(8, a.keys - k)) * 2;
+  const int64_t at = b * bias.batch + h * bias.head + (q0 + copied_row()) * bias.query;
+  const char* data = (const char*)bias.data;
+  copy_panels<64, 1>(to, {data + 2 * (at + (bytes ? k : 0)), data, 2 * bias.query, bytes},
+                     (int)max_of(0, min_of(64, a.queries - q0)));
+}
+// Of the fragments j and j + 1 of a warp: word i has two keys, or two queries, of row 8 (i % 2) + g
+// of fragment j + i / 2.
+template <class F, class Turn>
+DEVICE void load_bias(const Turn& turn, int j, uint32_t (&words)[4]) {
+  const int lane = lane_id(), r = lane % 8, half = lane / 8 % 2, next = lane / 16;
+  if constexpr (F::kOwnsKeys)
+    load_matrices_transposed(
+        words,
+        F::bias_tile(turn) + paneled<F::kOthers>(8 * (j + next) + r, F::warp_row() / 8 + half));
+  else
+    load_matrices(words,
+                  F::bias_tile(turn) + paneled<F::kRows>(F::warp_row() + 8 * half + r, j + next));
+}
+// The bias of a warp's pairs, for who goes over its fragments in order, in few registers; and a
+// word below which it has none.
+template <class F>
+struct BiasWords {
+  uint32_t least = 0, words[4] = {};
+  template <class Turn>
+  DEVICE_MEMBER void load(const Turn& turn, int j) {
+    if (j % 2) return;
+    load_bias<F>(turn, j, words);
+#pragma unroll
+    for (int i = 0; i < 4; i++) least = min_pair(typename F::S{}, least, words[i]);
+  }
+  DEVICE_MEMBER float at(int j, int e) const {
+    return widen(typename F::S{(uint16_t)(words[j % 2 * 2 + e / 2] >> 16 * (e % 2))});
+  }
+};
+// A pair whose bias is -inf is hidden: its bit goes. Whether any bias is so low that a score may be
+// -inf without it; `least` is a word below which there is none.
+template <class F, class Turn, class Pairs>
+DEVICE bool hide_by_bias(const Turn& turn, uint32_t least, Pairs& pairs) {
+  const auto value = [](uint32_t bits) { return widen(typename F::S{(uint16_t)bits}); };
+  constexpr float kLow = -1e38f;
+  if (!ballot(value(least) < kLow || value(least >> 16) < kLow)) return false;
+  pairs.partial = true;
+#pragma unroll
+  for (int j = 0; j < F::kColumns; j += 2) {
+    uint32_t words[4];
+    load_bias<F>(turn, j, words);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint32_t bits =
+          (value(words[i]) == -INFINITY ? 1 : 0) | (value(words[i] >> 16) == -INFINITY ? 2 : 0);
+      pairs.visible[j / 8] &= ~(bits << (16 * (i % 2) + 2 * (j % 8 + i / 2)));
+    }
+  }
+  return true;
 }
 
 // Which turn of a ring: its stage, and how often the ring has gone round.

@@ -11,13 +11,13 @@ struct Grid {
 };
 DEVICE int64_t grid_row() { return blockIdx.y + (int64_t)blockIdx.z * gridDim.y; }
 
+constexpr int kHopperSharedBytes = 227 * 1024;  // for kernels of compute capability 9.0
 #ifdef __CUDACC__
 // Blocks that a multiprocessor shall hold at once: registers are given out accordingly.
 #define LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 // What the smallest GPUs of compute capability 8.0 and later give a block that asks for it. Always
 // the same: another thread may start the kernel, with another size, between the two calls.
 constexpr int kMostSharedBytes = 99 * 1024;
-constexpr int kHopperSharedBytes = 227 * 1024;  // for kernels of compute capability 9.0
 // Whether the current device is one of compute capability 9.0.
 inline bool on_hopper() {
 #ifdef MHA_EXT_HOPPER  // its kernels have been compiled

@@ -37,6 +37,17 @@ OPTIONS = {
         dropout_p=0.3,
         empty_rows="uniform",
     ),
+    "bias": Problem(batch=3, heads=8, kv_heads=2, queries=200, keys=328, head_dim=64, bias="1hqk"),
+    "bias of pairs": Problem(
+        heads=4,
+        queries=150,
+        keys=200,
+        head_dim=128,
+        bias="bhqk",
+        mask="b1qk",
+        key_lengths="random",
+        causal="upper_left",
+    ),
     "one query": Problem(batch=4, heads=8, kv_heads=2, queries=1, keys=5000, head_dim=128),
     "wide": Problem(heads=2, queries=100, keys=100, head_dim=256, mask="11qk"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,24 @@ CASES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
+# The sum of a bias that broadcasts goes by these kernels where it has more than 64 tiles of 64 x 64.
+BIAS_CASES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"queries": 150, "keys": 200, "bias": "bhqk"}, {}),
+    ({"queries": 150, "keys": 200, "bias": "1hqk", "batch": 2, "heads": 6, "kv_heads": 2}, {}),
+    ({"queries": 150, "keys": 200, "bias": "b1qk", "batch": 6, "heads": 3, "head_dim": 128}, {"right": 0}),
+    ({"queries": 260, "keys": 136, "bias": "b1qk", "batch": 5, "value_dim": 40}, {"left": 30, "right": 20}),
+    ({"queries": 140, "keys": 264, "bias": "11qk", "heads": 3, "batch": 2, "head_dim": 80, "dtype": torch.float16}, {}),
+    ({"queries": 330, "keys": 392, "bias": "1hqk", "batch": 3, "key_lengths": "random"}, {}),
+    ({"queries": 330, "keys": 392, "bias": "1hqk", "batch": 3, "key_lengths": "edges", "head_dim": 128}, {"left": 90}),
+    ({"queries": 400, "keys": 328, "bias": "1hqk", "mask": "bhqk", "squares": True, "batch": 2, "heads": 4}, {}),
+    ({"queries": 150, "keys": 200, "bias": "bh1k", "heads": 4, "dtype": torch.float16}, {}),
+    ({"queries": 260, "keys": 256, "bias": "bhqk", "head_dim": 50}, {}),
+    # keys that the bias hides from all; levels far from zero
+    ({"queries": 150, "keys": 200, "bias": "b11k", "batch": 2}, {}),
+    ({"queries": 150, "keys": 200, "bias": "1hqk", "batch": 2, "heads": 6, "bias_from": 1000}, {}),
+)  # fmt: skip
+
+
 Band = dict[str, Any]
 Case = tuple[dict[str, Any], Band]
 
@@ -82,6 +101,13 @@ def in_squares(mask: torch.Tensor) -> torch.Tensor:
     return torch.where(kind < 2, False, torch.where(kind == 2, True, mask))
 
 
+def with_low_rows(bias: torch.Tensor, lowest: float) -> torch.Tensor:
+    """Every fifth row has no other number, but what hides pairs."""
+    low = bias.clone()
+    low[..., ::5, :] = torch.where(bias[..., ::5, :] == -torch.inf, -torch.inf, lowest)
+    return low
+
+
 def described(of: dict[str, Any], band: Band, poison: bool) -> tuple[Inputs, Described, Any]:
     """A problem, how the kernels have it, and its operands and options.
 
@@ -89,8 +115,13 @@ def described(of: dict[str, Any], band: Band, poison: bool) -> tuple[Inputs, Des
     """
     options = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 64, "dtype": torch.bfloat16}
     options |= of
-    squares = options.pop("squares", False)
+    squares, bias_from = options.pop("squares", False), options.pop("bias_from", 0)
     inputs = make(Problem(**options))
+    if bias_from and inputs.bias is not None:
+        lowest = torch.finfo(inputs.bias.dtype).min
+        inputs.bias = (
+            (inputs.bias + bias_from) if bias_from > 0 else with_low_rows(inputs.bias, lowest)
+        )
     if squares:
         inputs.mask = in_squares(inputs.mask)
     if band:
@@ -118,14 +149,15 @@ def gradients(library: Library, of: dict[str, Any], band: Band, poison: bool, se
     wanted = exact(inputs)
     saved = torch.ops.mha_ext.attention_forward(*operands, **said)
     library.seed = seed
+    wants = [*[True] * 3, inputs.bias is not None]
     try:
-        found = library.backward(
-            kernels, inputs.grad_out, inputs.grad_lse, saved, [True] * 3 + [False]
-        )
+        found = library.backward(kernels, inputs.grad_out, inputs.grad_lse, saved, wants)
     except EmulatorError as error:
         return str(error)
-    for name, mine in zip(("query", "key", "value"), found, strict=False):
-        assert mine is not None
+    for name, mine in zip(("query", "key", "value", "bias"), found, strict=True):
+        if mine is None:
+            assert name == "bias" and inputs.bias is None
+            continue
         right = wanted[f"grad_{name}"].double()
         near = min(0.08, 0.04 * float(right.abs().max()))
         if not torch.allclose(mine.double(), right, rtol=0.05, atol=near):
@@ -160,6 +192,17 @@ OPTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 )
 
 
+BIAS_OPTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    *BIAS_CASES,
+    # rows of the lowest number
+    ({"queries": 150, "keys": 200, "bias": "bhqk", "dropout_p": 0.3, "bias_from": -math.inf}, {}),
+    ({"queries": 150, "keys": 200, "bias": "1hqk", "batch": 2, "heads": 6, "bias_from": -math.inf}, {"right": 30}),
+    ({"queries": 150, "keys": 136, "bias": "bhqk", "head_dim": 128, "bias_from": -math.inf}, {}),
+    ({"queries": 150, "keys": 328, "bias": "11qk", "mask": "b1qk", "dropout_p": 0.3, "scale": -0.2}, {"right": 0}),
+    ({"queries": 400, "keys": 392, "bias": "1hqk", "mask": "bhqk", "squares": True, "head_dim": 128}, {}),
+)  # fmt: skip
+
+
 def results(library: Library, of: dict[str, Any], band: Band, poison: bool, seed: int) -> str:
     """What is wrong with out, lse and lse_low, or nothing."""
     inputs, kernels, _ = described(of, band, poison)
@@ -183,14 +226,14 @@ def hopper() -> Library:
     return library
 
 
-@pytest.mark.parametrize("of,band", OPTIONS, ids=str)
+@pytest.mark.parametrize("of,band", [*OPTIONS, *BIAS_OPTIONS], ids=str)
 def test_forward(of: dict[str, Any], band: dict[str, Any], hopper: Library) -> None:
     for seed in range(2):
         assert results(hopper, of, band, bool(seed), seed) == ""
         assert hopper.report.shared_bytes > 99 * 1024  # it was these kernels
 
 
-@pytest.mark.parametrize("of,band", CASES, ids=str)
+@pytest.mark.parametrize("of,band", [*CASES, *BIAS_CASES], ids=str)
 def test_backward(of: dict[str, Any], band: dict[str, Any], hopper: Library) -> None:
     for seed in range(2):
         assert gradients(hopper, of, band, bool(seed), seed) == ""
@@ -257,7 +300,7 @@ MUTATIONS = {
     ),
     "own rows not left": (FILE, "  F::Own::left(turn.own);\n", "", "deadlock"),
     "own rows of the last block": (FILE, "  turn.own.next();\n", "", "wrong|deadlock|no barrier"),
-    "rounds": (FILE, "n / blocks, n % blocks", "n / blocks, round % blocks", "wrong"),
+    "rounds": (FILE, "n / blocks), n % blocks", "n / blocks), round % blocks", "wrong"),
     "head of a group": (TILES, "    tile = first;\n    h++;", "    tile = first;", "wrong"),
 }  # fmt: skip
 DROPOUT_MUTATIONS = {
@@ -580,3 +623,152 @@ def test_mutations_of_wide_heads(name: str, tmp_path: Path) -> None:
     case = ({"queries": 100, "keys": 130, "head_dim": 200, "value_dim": 136, "mask": "bhqk"}, {})
     found = verdict(library, [case])
     assert any(part in found for part in sign.split("|")) and bool(found) == bool(sign), found
+
+
+BIAS_BACKWARD = """
+#include "bias_hopper.cuh"
+namespace mha_ext::cuda {
+template <>
+const char* backward_hopper_bias_of<BFloat16>(const Attention& a, const AttentionGrad& g,
+                                              Stream stream) {
+  return backward_hopper<BFloat16, 64, false, true>(a, g, stream);
+}
+int64_t backward_scratch_bytes(const Attention&, const AttentionGrad&) { return 0; }
+const char* backward(const Attention& a, const AttentionGrad& g, void*, Stream stream) {
+  if (!backward_hopper_takes(a, g)) return "not taken";
+  const char* error = run_delta<BFloat16>(a, g, stream);
+  if (!error) error = backward_hopper_bias_of<BFloat16>(a, g, stream);
+  if (error || bias_is_dense(a, g.grad_bias)) return error;
+  const BiasPlan plan = bias_plan(a, g.grad_bias);
+  return bias_hopper_takes(a, g, plan) ? bias_hopper<BFloat16, 64>(a, g, plan, stream) : "in chunks";
+}
+}
+"""
+BIAS_FORWARD = FORWARD.replace("128, true>>", "64, true, 2, 128, true>>").split("int64_t backward")[
+    0
+]
+BIAS_SOURCES: Mapping[str, str] = {
+    "forward.cu": BIAS_FORWARD + "}\n",
+    "backward.cu": BIAS_BACKWARD,
+    "rest.cu": REST,
+}
+SHARED, SUM = "hopper.cuh", "bias_hopper.cuh"
+BIAS_MUTATIONS = {
+    "none": ("tile.cuh", "row * kRowBytes", "kRowBytes * row", "nothing"),
+    "halves of the owner of keys": (
+        SHARED,
+        "F::warp_row() / 8 + half",
+        "F::warp_row() / 8",
+        "wrong",
+    ),
+    "halves of the owner of queries": (
+        SHARED,
+        "F::warp_row() + 8 * half + r",
+        "F::warp_row() + r",
+        "wrong",
+    ),
+    "numbers of a word": (SHARED, ">> 16 * (e % 2))", ">> 16 * (e / 2))", "wrong"),
+    "bits of hidden pairs": (SHARED, "(16 * (i % 2) + 2", "(16 * (i / 2) + 2", "wrong"),
+    "hidden pairs not looked for": (
+        SHARED,
+        "constexpr float kLow = -1e38f;",
+        "constexpr float kLow = -INFINITY;",
+        "wrong",
+    ),
+    "panels of the bias": (
+        FORWARD_TILES,
+        "(word * F::kRows + row) * kPanelBytes",
+        "(word * F::kRows) * kPanelBytes",
+        "wrong",
+    ),
+    "a bias left early": (
+        AHEAD,
+        "  sync_warp();  // its lanes have read the bias\n",
+        "",
+        "no barrier",
+    ),
+    "a bias left early, owner of queries": (
+        FILE,
+        "    if constexpr (F::kBias) sync_warp();  // its lanes have read the bias\n",
+        "",
+        "no barrier",
+    ),
+    "logarithm": (TILES, "fmaf(bias.at(j, e), kLog2E, rest)", "rest + bias.at(j, e)", "wrong"),
+    "far from zero": (
+        TILES,
+        "above = add_bias(s[0][j][e] * scale, bias.at(j, e)) -",
+        "above = s[0][j][e] * scale -",
+        "wrong",
+    ),
+    "halves of the producer": (TILES, "at.own * 16 + (first ? 0 : 64);", "at.own * 16;", "wrong"),
+    "order of the heads": (
+        FILE,
+        "return row<F>(a, number(round) / blocks) %",
+        "return number(round) / blocks %",
+        "wrong",
+    ),
+    "gradient of each pair": (
+        FILE,
+        "(int64_t)at.tile * F::kOthers + 64 * part,",
+        "(int64_t)at.tile * F::kOthers + 64 * part + 8,",
+        "wrong",
+    ),
+    "sum of the terms": (
+        SUM,
+        "sum[0][j][e] += tile.dp[0][j][e];",
+        "sum[0][j][e] = tile.dp[0][j][e];",
+        "wrong numbers in grad_bias",
+    ),
+    "numbers of the next term": (
+        SUM,
+        "hopper_numbers(next[1])}",
+        "hopper_numbers(next[0])}",
+        "wrong numbers in grad_bias",
+    ),
+    "a bias written over": (
+        SUM,
+        "        F::Own::wait_free(turn.own);\n",
+        "",
+        "no barrier|wrong|has not reached yet",
+    ),
+    "a bias not left": (SUM, "  leave_own<F>(turn);\n", "  turn.own.next();\n", "deadlock"),
+    "heads that share a tile": (
+        SUM,
+        "h = first_h() + term % shared;",
+        "h = first_h();",
+        "wrong numbers in grad_bias",
+    ),
+    "tiles of keys": (
+        SUM,
+        "(int64_t)at.key_tile * F::kOthers + 64 * part,",
+        "(int64_t)at.key_tile * F::kOthers,",
+        "wrong numbers in grad_bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BIAS_MUTATIONS)
+def test_mutations_of_a_bias(name: str, tmp_path: Path) -> None:
+    *change, sign = BIAS_MUTATIONS[name]
+    library = Library(emulated.build(mutated(tmp_path, *change, BIAS_SOURCES), ["-O1"]))
+    library.hopper = True
+    cases = (
+        {"queries": 150, "keys": 200, "bias": "1hqk", "batch": 2, "heads": 6, "bias_from": 1000},
+        {"queries": 530, "keys": 520, "bias": "b1qk", "batch": 2, "heads": 2},
+        {"queries": 150, "keys": 200, "bias": "bhqk"},
+    )
+    forward_cases = (
+        {"queries": 150, "keys": 200, "bias": "bhqk", "bias_from": -math.inf},
+        {"queries": 150, "keys": 200, "bias": "b11k"},
+    )
+    found = ""
+    for seed in range(2):
+        for of in cases:
+            found = found or results(library, of, {}, seed == 1, seed)
+            found = found or gradients(library, of, {}, seed == 1, seed)
+        for of in forward_cases:
+            found = found or results(library, of, {}, True, seed)
+    if sign == "nothing":
+        assert not found
+    else:
+        assert any(part in found for part in sign.split("|")) and found, f"caught as {found!r}"

@@ -1,0 +1,17 @@
+// Backward for float16 with a bias on GPUs of compute capability 9.0.
+#include "bias_hopper.cuh"
+
+namespace mha_ext::cuda {
+
+template <>
+const char* backward_hopper_bias_of<Float16>(const Attention& a, const AttentionGrad& g,
+                                             Stream stream) {
+  return backward_hopper_bias<Float16>(a, g, stream);
+}
+template <>
+const char* bias_hopper_of<Float16>(const Attention& a, const AttentionGrad& g,
+                                    const BiasPlan& plan, Stream stream) {
+  return bias_hopper<Float16>(a, g, plan, stream);
+}
+
+}  // namespace mha_ext::cuda
