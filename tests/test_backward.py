@@ -11,6 +11,7 @@ from cases import (
     DTYPES,
     PROBLEMS,
     RANDOM_PROBLEMS,
+    Inputs,
     Problem,
     assert_accurate,
     call,
@@ -34,8 +35,12 @@ def ours(inputs: object) -> dict[str, Tensor]:
 
 
 def check(problem: Problem) -> None:
-    inputs = make(problem)
-    found = ours(inputs)
+    check_inputs(make(problem))
+
+
+def check_inputs(inputs: Inputs, found: dict[str, Tensor] | None = None) -> None:
+    """`found`: what is to be right for them, if it is not theirs."""
+    found = ours(inputs) if found is None else found
     for name, leaf in inputs.leaves().items():
         assert found[f"grad_{name}"].dtype == leaf.dtype, name
     names = ["out", *(name for name in found if name.startswith("grad_"))]
@@ -51,6 +56,30 @@ def test_every_option(problem: Problem) -> None:
 @pytest.mark.parametrize("problem", RANDOM_PROBLEMS, ids=lambda p: f"random-{p.numbers}")
 def test_options_together(problem: Problem) -> None:
     check(problem)
+
+
+@pytest.mark.parametrize("second", ["all", "some", "none", "not finite"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_of_queries_that_see_different_keys(dtype: torch.dtype, second: str) -> None:
+    """Of a tile of keys one block of 64 queries sees all, its neighbour something else: what may be added together is
+    not what is."""
+    problem = Problem(
+        dtype=dtype, batch=1, heads=2, queries=256, keys=192, head_dim=64, mask="11qk"
+    )
+    inputs = make(problem)
+    mask = torch.ones(256, 192, dtype=torch.bool)
+    some = torch.rand(64, 64, generator=torch.Generator().manual_seed(1)) < 0.5
+    for first_query, first_key in ((64, 64), (128, 0), (192, 128)):
+        tile = mask[first_query : first_query + 64, first_key : first_key + 64]
+        tile[:] = {"all": True, "none": False}.get(second, some)
+    hidden = [70, 130]
+    if second == "not finite":
+        mask[hidden] = False
+    inputs.mask = mask[None, None]
+    given = inputs.replaced(query=inputs.query.clone())
+    if second == "not finite":
+        given.query[:, :, hidden] = torch.inf
+    check_inputs(inputs, ours(given))
 
 
 class MaybeMoreKeys(TorchDispatchMode):

@@ -103,143 +103,196 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
     w.finite[at / kTile] = Finite::kUnknown;
   }
 
-  const auto ask_queries = [&](int64_t batch, int64_t head, int64_t first) {
-    ask_rows<K>(a.query, batch, head, first, a.queries, a.head_dim, w.ahead);
-    ask_rows<K>(g.grad_out, batch, head, first, a.queries, a.value_dim, w.ahead);
-    if (with_delta) ask_rows<K>(a.out, batch, head, first, a.queries, a.value_dim, w.ahead);
+  // What is added for rows without any key comes before the tiles of its block.
+  const int64_t most = uniform || w.once ? 1 : kTogether<K>;
+  BackwardScratch<K> of_others[kTogether<K>];
+  GradBlock<K> together[kTogether<K>];
+  together[0].w = &w;
+  for (int64_t i = 1; i < most; i++) {
+    of_others[i] = w.of_block(a, i);
+    together[i].w = &of_others[i];
+  }
+
+  const auto ask_queries = [&](int64_t batch, int64_t head, int64_t block, Ahead& ahead) {
+    for (int64_t first = block * kTile; first < min_of(block + most, blocks) * kTile;
+         first += kTile) {
+      ask_rows<K>(a.query, batch, head, first, a.queries, a.head_dim, ahead);
+      ask_rows<K>(g.grad_out, batch, head, first, a.queries, a.value_dim, ahead);
+      if (with_delta) ask_rows<K>(a.out, batch, head, first, a.queries, a.value_dim, ahead);
+    }
+  };
+  const auto begin_block = [&](GradBlock<K>& q, int64_t h, int64_t block) {
+    const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
+    if (uniform && g.grad_value.data) add_uniform_values<K>(a, g, b, h, q0, rows, begin, end, *q.w);
+    q.block = block;
+    q.q0 = q0;
+    q.rows = rows;
+    q.seen = seen_by_any(a, b, q0, q0 + rows - 1);
+    q.query = row_of<K>(a.query, b, h, q0);
+    q.grad_out = row_of<K>(g.grad_out, b, h, q0);
+    q.query_in = q.grad_out_in = {};
+    q.loaded = q.checked = q.skipped = false;
+    q.finite = true;
+    q.total = part.apart || !sums
+                  ? q.w->total
+                  : (T*)sums + ((h - kv * group) * blocks + block) * query_sum_size(a);
+  };
+  const auto begin_range = [&](GradBlock<K>& q, int64_t h, int64_t range, int64_t keys) {
+    // The first sum of all is the total; a range of one tile is added to it by the product, except
+    // on a matrix unit, which would add term by term.
+    q.add_sum = range > 0 && keys <= kTile && Dot::kRowBlock == 1;
+    q.sum = part.apart ? (T*)sums + (((h - kv * group) * ranges.count + range) * blocks + q.block) *
+                                        query_sum_size(a)
+            : range == 0 || q.add_sum ? q.total
+                                      : q.w->grad_query;
+    q.first = true;
+  };
+  const auto load_block = [&](GradBlock<K>& q, int64_t h) {
+    if (with_delta) delta<K>(a, g, b, h, q.block);
+    load_queries<K>(a, g, b, h, q.q0, q.rows, *q.w);
+    if (!w.once) {
+      const int64_t tiles = ceil_div(end - begin, kTile);
+      q.query_in =
+          vectors_operand<K>(q.query, a.query.row, q.rows, a.head_dim, q.w->query_rows, tiles);
+      if (g.grad_out.data)
+        q.grad_out_in = vectors_operand<K>(q.grad_out, g.grad_out.row, q.rows, a.value_dim,
+                                           q.w->grad_out_rows, tiles);
+    }
+    q.loaded = true;
+  };
+  // What is wanted soon; `others`: another block follows q here.
+  const auto ask_ahead = [&](const GradBlock<K>& q, int64_t h, int64_t k0, bool others) {
+    Ahead& ahead = q.w->ahead;
+    const bool last_block = q.block + 1 == blocks, last_head = h + 1 == (kv + 1) * group;
+    // Before the last tile of keys: what is asked for earlier may be gone again.
+    if (k0 + kTile >= min_of(q.seen.end, end)) {
+      if (writes_query) ask_rows<K>(g.grad_query, b, h, q.q0, a.queries, a.head_dim, ahead);
+      if (!others && !last_block)
+        ask_queries(b, h, q.block + 1, ahead);
+      else if (!others && !last_head)
+        ask_queries(b, h + 1, 0, ahead);
+      else if (!others && next.batch < a.batch)
+        ask_queries(next.batch, next.kv_head * group, 0, ahead);
+    }
+    if (last_block && last_head) {
+      ask_rows<K>(g.grad_key, b, kv, k0, end, a.head_dim, ahead);
+      ask_rows<K>(g.grad_value, b, kv, k0, end, a.value_dim, ahead);
+      if (next.batch < a.batch) {
+        const int64_t then = next.begin + k0 - begin;
+        ask_rows<K>(a.key, next.batch, next.kv_head, then, a.keys, a.head_dim, ahead);
+        ask_rows<K>(a.value, next.batch, next.kv_head, then, a.keys, a.value_dim, ahead);
+      }
+    }
+    if (k0 + kTile < end)
+      ask_pairs<K>(a, b, h, q.q0, k0 + kTile, ahead);
+    else if (!last_block)
+      ask_pairs<K>(a, b, h, q.q0 + kTile, begin, ahead);
+  };
+  // The keys of the tile that hold what is not finite, or its queries; the tile is partial.
+  const auto is_dirty = [&](GradBlock<K>& q, const TilePlace<K>& tile) {
+    if (!q.checked)
+      q.finite =
+          all_finite<K>(q.query, a.query.row, q.rows, a.head_dim) &&
+          (!g.grad_out.data || all_finite<K>(q.grad_out, g.grad_out.row, q.rows, a.value_dim));
+    q.checked = true;
+    Finite& keys_finite = w.finite[tile.at / kTile];
+    if (keys_finite == Finite::kUnknown)
+      keys_finite =
+          all_finite<K>(tile.key, a.key.row, tile.keys, a.head_dim) ? Finite::kYes : Finite::kNo;
+    return !q.finite || keys_finite == Finite::kNo;
+  };
+  // A tile of blocks side by side whose gradients of keys are left to be added together; the
+  // operands are those of the first.
+  TilePlace<K> left{};
+  BackwardScratch<K>* left_of = &w;
+  const auto add_left = [&] {
+    if (left.rows) add_key_gradients<K>(a, g, left, *left_of);
+    left.rows = 0;
+  };
+  // A block's gradients of one tile, but for what is left; `others` as above.
+  const auto add_tile = [&](GradBlock<K>& q, int64_t h, int64_t k0, int64_t keys, bool others) {
+    BackwardScratch<K>& of = *q.w;
+    const int64_t at = k0 - begin;
+    if (k0 >= q.seen.end || k0 + keys <= q.seen.begin) return;
+    if (!q.loaded) load_block(q, h);
+    ask_ahead(q, h, k0, others);
+    if (w.once) read_rows(at, keys);
+    const int64_t in = w.once ? 0 : at;
+    of.sums = q.sum;
+    const Visibility visible = gradient_tile<K>(
+        a, g, b, h, q.q0, q.rows, k0, keys, rows_from(key_rows, in), rows_from(value_rows, in), of);
+    if (visible == Visibility::kEmpty) return;
+    if (write_bias) store_bias_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, w.one, of.ds);
+    if (g.adds_bias) add_bias_tile<K>(g, b, h, q.q0, q.rows, k0, keys, of.ds);
+
+    TilePlace<K> tile{q.query,
+                      q.grad_out,
+                      q.query_in,
+                      q.grad_out_in,
+                      key + at * a.key.row,
+                      row_of<K>(g.grad_key, b, kv, k0),
+                      row_of<K>(g.grad_value, b, kv, k0),
+                      q.rows,
+                      keys,
+                      at,
+                      !w.touched[at / kTile],
+                      q.sum,
+                      q.first && (!q.add_sum || part.apart) ? Update::kStore : Update::kAddSum};
+    q.first = false;
+    w.touched[at / kTile] = true;
+    if (visible == Visibility::kPartial && is_dirty(q, tile)) {
+      add_left();
+      add_dirty_gradients<K>(a, g, tile, of);
+      return;
+    }
+    add_query_gradient<K>(
+        a, g, tile,
+        w.once ? columns_of(at, keys, key_rows, w.keys_across) : w.key_columns[at / kTile], of);
+    if (w.once) return write_key_gradients<K>(a, g, tile, false, w);
+    if (most > 1 && of.paired) {
+      if (left.rows) {
+        left.rows += tile.rows;
+      } else {
+        left = tile;
+        left_of = &of;
+      }
+      return;
+    }
+    add_left();
+    add_key_gradients<K>(a, g, tile, of);
+  };
+  const auto end_range = [&](GradBlock<K>& q, int64_t range) {
+    if (!g.grad_query.data) return;
+    if (q.first && (part.apart || range == 0))
+      __builtin_memset(q.sum, 0, (size_t)query_sum_size(a) * sizeof(T));
+    else if (q.first)
+      q.skipped = true;
+    else if (!part.apart && q.sum != q.total)
+      add_lanes<K>(q.sum, a.head_dim, vectors_of<K>(q.rows), q.total);
+  };
+  const auto end_block = [&](GradBlock<K>& q, int64_t h) {
+    if (!g.grad_query.data || part.apart) return;
+    if (q.skipped) add_lanes<K>(nullptr, a.head_dim, vectors_of<K>(q.rows), q.total);
+    if (part.last < ranges.count) return;
+    for (int64_t r = 0; r < kRow; r++) w.high[r] = (T)a.scale;
+    write_rows<K>(q.total, w.high, q.rows, a.head_dim, row_of<K>(g.grad_query, b, h, q.q0),
+                  g.grad_query.row);
   };
   for (int64_t h = kv * group; h < (kv + 1) * group; h++)
-    for (int64_t block = 0; block < blocks; block++) {
-      const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
-      const int64_t vectors = vectors_of<K>(rows);
-      const bool last = h + 1 == (kv + 1) * group && block + 1 == blocks;
-      if (uniform && g.grad_value.data) add_uniform_values<K>(a, g, b, h, q0, rows, begin, end, w);
-
-      const Range seen = seen_by_any(a, b, q0, q0 + rows - 1);
-      const typename K::S* query = row_of<K>(a.query, b, h, q0);
-      const typename K::S* grad_out = row_of<K>(g.grad_out, b, h, q0);
-      VectorRows<K> query_in, grad_out_in;
-      bool loaded = false, checked = false, finite = true;
-      T* const total = part.apart || !sums
-                           ? w.total
-                           : (T*)sums + ((h - kv * group) * blocks + block) * query_sum_size(a);
-      bool skipped = false;
+    for (int64_t block = 0; block < blocks; block += most) {
+      const int64_t count = min_of(most, blocks - block);
+      for (int64_t i = 0; i < count; i++) begin_block(together[i], h, block + i);
       for (int64_t range = part.first; range < part.last; range++) {
         const int64_t from = range * ranges.size, to = min_of(end, from + ranges.size);
-        // The first sum of all is the total; a range of one tile is added to it by the product,
-        // except on a matrix unit, which would add term by term.
-        const bool add_sum = range > 0 && to - from <= kTile && Dot::kRowBlock == 1;
-        T* const sum =
-            part.apart ? (T*)sums + (((h - kv * group) * ranges.count + range) * blocks + block) *
-                                        query_sum_size(a)
-            : range == 0 || add_sum ? total
-                                    : w.grad_query;
-        bool first = true;
+        for (int64_t i = 0; i < count; i++) begin_range(together[i], h, range, to - from);
         for (int64_t k0 = from; k0 < to; k0 += kTile) {
-          const int64_t keys = min_of(kTile, to - k0), at = k0 - begin;
-          if (k0 >= seen.end || k0 + keys <= seen.begin) continue;
-          if (!loaded) {
-            if (with_delta) delta<K>(a, g, b, h, block);
-            load_queries<K>(a, g, b, h, q0, rows, w);
-            if (!w.once) {
-              const int64_t tiles = ceil_div(end - begin, kTile);
-              query_in =
-                  vectors_operand<K>(query, a.query.row, rows, a.head_dim, w.query_rows, tiles);
-              if (g.grad_out.data)
-                grad_out_in = vectors_operand<K>(grad_out, g.grad_out.row, rows, a.value_dim,
-                                                 w.grad_out_rows, tiles);
-            }
-            loaded = true;
-          }
-          // Before the last tile of keys: what is asked for earlier may be gone again.
-          if (k0 + kTile >= min_of(seen.end, end)) {
-            if (writes_query) ask_rows<K>(g.grad_query, b, h, q0, a.queries, a.head_dim, w.ahead);
-            if (block + 1 < blocks)
-              ask_queries(b, h, q0 + kTile);
-            else if (!last)
-              ask_queries(b, h + 1, 0);
-            else if (next.batch < a.batch)
-              ask_queries(next.batch, next.kv_head * group, 0);
-          }
-          if (last) {
-            ask_rows<K>(g.grad_key, b, kv, k0, end, a.head_dim, w.ahead);
-            ask_rows<K>(g.grad_value, b, kv, k0, end, a.value_dim, w.ahead);
-            if (next.batch < a.batch) {
-              const int64_t then = next.begin + k0 - begin;
-              ask_rows<K>(a.key, next.batch, next.kv_head, then, a.keys, a.head_dim, w.ahead);
-              ask_rows<K>(a.value, next.batch, next.kv_head, then, a.keys, a.value_dim, w.ahead);
-            }
-          }
-          if (k0 + kTile < end)
-            ask_pairs<K>(a, b, h, q0, k0 + kTile, w.ahead);
-          else if (block + 1 < blocks)
-            ask_pairs<K>(a, b, h, q0 + kTile, begin, w.ahead);
-          if (w.once) read_rows(at, keys);
-          const int64_t in = w.once ? 0 : at;
-          w.sums = sum;
-          const Visibility visible =
-              gradient_tile<K>(a, g, b, h, q0, rows, k0, keys, rows_from(key_rows, in),
-                               rows_from(value_rows, in), w);
-          if (visible == Visibility::kEmpty) continue;
-          if (write_bias) store_bias_tile<K>(a, g, b, h, q0, rows, k0, keys, w.one, w.ds);
-          if (g.adds_bias) add_bias_tile<K>(g, b, h, q0, rows, k0, keys, w.ds);
-
-          const TilePlace<K> tile{
-              query,
-              grad_out,
-              query_in,
-              grad_out_in,
-              key + at * a.key.row,
-              row_of<K>(g.grad_key, b, kv, k0),
-              row_of<K>(g.grad_value, b, kv, k0),
-              rows,
-              keys,
-              at,
-              !w.touched[at / kTile],
-              sum,
-              first && (!add_sum || part.apart) ? Update::kStore : Update::kAddSum};
-          first = false;
-          w.touched[at / kTile] = true;
-          bool dirty = false;
-          if (visible == Visibility::kPartial) {
-            if (!checked)
-              finite =
-                  all_finite<K>(query, a.query.row, rows, a.head_dim) &&
-                  (!g.grad_out.data || all_finite<K>(grad_out, g.grad_out.row, rows, a.value_dim));
-            checked = true;
-            Finite& keys_finite = w.finite[at / kTile];
-            if (keys_finite == Finite::kUnknown)
-              keys_finite =
-                  all_finite<K>(tile.key, a.key.row, keys, a.head_dim) ? Finite::kYes : Finite::kNo;
-            dirty = !finite || keys_finite == Finite::kNo;
-          }
-          if (dirty) {
-            add_dirty_gradients<K>(a, g, tile, w);
-            continue;
-          }
-          add_query_gradient<K>(
-              a, g, tile,
-              w.once ? columns_of(at, keys, key_rows, w.keys_across) : w.key_columns[at / kTile],
-              w);
-          if (w.once)
-            write_key_gradients<K>(a, g, tile, false, w);
-          else
-            add_key_gradients<K>(a, g, tile, w);
+          for (int64_t i = 0; i < count; i++)
+            add_tile(together[i], h, k0, min_of(kTile, to - k0), i + 1 < count);
+          add_left();
         }
-        if (!g.grad_query.data) continue;
-        if (first && (part.apart || range == 0))
-          __builtin_memset(sum, 0, (size_t)query_sum_size(a) * sizeof(T));
-        else if (first)
-          skipped = true;
-        else if (!part.apart && sum != total)
-          add_lanes<K>(sum, a.head_dim, vectors, total);
+        for (int64_t i = 0; i < count; i++) end_range(together[i], range);
       }
-      if (!g.grad_query.data || part.apart) continue;
-      if (skipped) add_lanes<K>(nullptr, a.head_dim, vectors, total);
-      if (part.last < ranges.count) continue;
-      for (int64_t r = 0; r < kRow; r++) w.high[r] = (T)a.scale;
-      write_rows<K>(total, w.high, rows, a.head_dim, row_of<K>(g.grad_query, b, h, q0),
-                    g.grad_query.row);
+      for (int64_t i = 0; i < count; i++) end_block(together[i], h);
     }
 
   for (int64_t at = 0; at < length; at += kTile) {

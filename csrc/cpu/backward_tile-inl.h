@@ -24,15 +24,22 @@ struct BackwardScratch : GradScratch<K> {
   Finite* finite;        // whether the tile's keys are
   typename K::S* clean;
   T *total, *grad_query, *grad_key, *grad_value, *one;
+  // What each block of queries but the first of those taken together has for itself.
+  struct Own {
+    Unit *query, *grad_out;
+    T *high, *low, *shift, *total, *grad_query;
+  } own[kTogether<K>] = {};
 
+  BackwardScratch() = default;
   BackwardScratch(const Attention& a, Arena& arena) : GradScratch<K>(a, arena) {
     const int64_t d = padded<K>(a.head_dim), dv = padded<K>(a.value_dim);
     const int64_t keys = min_of(a.keys, ranges_together(a) * grad_ranges(a).size);
     const int64_t tiles = ceil_div(keys, kTile);
     const bool all_once = may_meet_once<K>(a) && !a.uniform_empty_rows;
     const int64_t length = (all_once ? 1 : tiles) * kTile, sums = all_once ? 0 : length;
-    query_rows = arena.take<Unit>(all_once ? 0 : kTile * d);
-    grad_out_rows = arena.take<Unit>(all_once ? 0 : kTile * dv);
+    const int64_t rows = all_once ? 0 : kTogether<K> * units_of<K>(kTile);
+    query_rows = arena.take<Unit>(rows * d);
+    grad_out_rows = arena.take<Unit>(rows * dv);
     keys_in = arena.take<Unit>(length * operand_width<K>(a.head_dim));
     keys_across = arena.take<Unit>(K::kPairs ? length / 2 * d : 0);
     values_in = arena.take<Unit>(length * operand_width<K>(a.value_dim));
@@ -40,8 +47,8 @@ struct BackwardScratch : GradScratch<K> {
     touched = arena.take<bool>(tiles);
     finite = arena.take<Finite>(tiles);
     pairs = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
-    pair_rows = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
-    p_rows = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
+    pair_rows = arena.take<Unit>(K::kPairs ? kTile * kPairRow<K> : 0);
+    p_rows = arena.take<Unit>(K::kPairs ? kTile * kPairRow<K> : 0);
     total = arena.take<T>(query_sum_size(a));
     grad_query = arena.take<T>(query_sum_size(a));
     grad_key = arena.take<T>(sums * d);
@@ -49,6 +56,33 @@ struct BackwardScratch : GradScratch<K> {
     one = arena.take<T>(kRow);
     clean = arena.take<typename K::S>(kTile * max_of(a.head_dim, a.value_dim));
     clean_keys = arena.take<Unit>(kTile * operand_width<K>(a.head_dim));
+    for (int64_t i = 1; i < kTogether<K> && !all_once; i++)
+      own[i] = {arena.take<Unit>(units_of<K>(a.head_dim) * kRow),
+                arena.take<Unit>(units_of<K>(a.value_dim) * kRow),
+                arena.take<T>(kRow),
+                arena.take<T>(kRow),
+                arena.take<T>(kRow),
+                arena.take<T>(query_sum_size(a)),
+                arena.take<T>(query_sum_size(a))};
+  }
+  // That of the ith block: its rows and pairs of queries stand beside those of the one before.
+  BackwardScratch of_block(const Attention& a, int64_t i) const {
+    BackwardScratch w = *this;
+    const Own& o = own[i];
+    w.query_lanes = w.query = o.query;
+    w.grad_out_lanes = w.grad_out = o.grad_out;
+    w.high = o.high;
+    w.low = o.low;
+    w.shift = o.shift;
+    w.total = o.total;
+    w.grad_query = o.grad_query;
+    w.query_rows += i * units_of<K>(kTile) * padded<K>(a.head_dim);
+    w.grad_out_rows += i * units_of<K>(kTile) * padded<K>(a.value_dim);
+    if (w.p_queries) {
+      w.p_queries += i * kRow / 2;
+      w.ds_queries += i * kRow / 2;
+    }
+    return w;
   }
 };
 
@@ -112,6 +146,22 @@ struct TilePlace {
   Update query_update;
 };
 
+// One block of queries of a head on its way through the tiles.
+template <class K>
+struct GradBlock {
+  using T = typename K::T;
+  BackwardScratch<K>* w;  // its own operands, and what the blocks share
+  int64_t block, q0, rows;
+  Range seen;
+  const typename K::S *query, *grad_out;
+  VectorRows<K> query_in, grad_out_in;
+  bool loaded, checked, finite, skipped;
+  T* total;
+  // Of a range of keys: its sum, whether that is added by the product, whether it is new.
+  T* sum;
+  bool add_sum, first;
+};
+
 // C = sum or C += sum, whichever is meant.
 template <class K, Contiguous kA>
 void update_product(Update update, const Operand& a, int64_t rows, int64_t count,
@@ -145,7 +195,8 @@ void add_query_gradient(const Attention& a, const AttentionGrad& g, const TilePl
   });
 }
 
-// grad_value and grad_key of one tile, from w.p and w.ds, or these in pairs.
+// grad_value and grad_key of one tile, from w.p and w.ds, or these in pairs: then of one block of
+// queries, or of several that stand side by side.
 template <class K>
 void add_key_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K>& tile,
                        BackwardScratch<K>& w) {
@@ -155,7 +206,7 @@ void add_key_gradients(const Attention& a, const AttentionGrad& g, const TilePla
   const auto add_keys = [&](const typename K::T* weights, const typename K::Unit* paired,
                             VectorRows<K> rows, int64_t width, typename K::T* to) {
     const int64_t ld = padded<K>(width);
-    const Operand all = w.paired ? pairs_operand<K>(paired)
+    const Operand all = w.paired ? pairs_operand<K>(paired, kPairRow<K>)
                                  : tile_operand<K>(weights, tile.keys, tile.rows, w.pair_rows);
     for_band_keys<K>(w.bands, tile.keys, tile.rows, [&](Range keys, Range queries) {
       const int64_t unit = queries.begin / kStep;

@@ -25,6 +25,7 @@ struct GradScratch {
   bool paired = false;
   const T* sums = nullptr;  // [head_dim][64 queries] that dS of the tile will be multiplied into
 
+  GradScratch() = default;
   GradScratch(const Attention& a, Arena& arena) {
     query = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);
     grad_out = arena.take<Unit>(units_of<K>(a.value_dim) * kRow);
@@ -160,9 +161,10 @@ void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScra
       gradient_vectors<X, kDropout, kKeys>(of[i], keep, kept, grad);
       if constexpr (kPaired) {
         if constexpr (kKeys == 2) {
-          const int64_t to = n * kRow / 2 + (lane + at) / 2;
-          K::Dot::store_each(kept[0], kept[1], w.p_queries + to, w.p_queries + to + kRow / 2);
-          K::Dot::store_each(grad[0], grad[1], w.ds_queries + to, w.ds_queries + to + kRow / 2);
+          constexpr int64_t kNext = kPairRow<K>;
+          const int64_t to = n * kNext + (lane + at) / 2;
+          K::Dot::store_each(kept[0], kept[1], w.p_queries + to, w.p_queries + to + kNext);
+          K::Dot::store_each(grad[0], grad[1], w.ds_queries + to, w.ds_queries + to + kNext);
           K::Dot::store_pairs(grad[0], grad[1], w.ds_keys + n / 2 * kRow + lane + at);
         }
       } else {
