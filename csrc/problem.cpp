@@ -178,12 +178,15 @@ Pairs pairs_of(const Tensor& tensor, int64_t group) {
   const int64_t groups = std::max<int64_t>(0, tensor.dim() - 4);
   for (int64_t i = groups; i < tensor.dim(); i++)
     if (tensor.size(i) != 1) strides[4 - tensor.dim() + i] = tensor.stride(i);
+  int64_t bits = 0;
+  for (int64_t i = 0; i + 1 < tensor.dim(); i++) bits |= tensor.stride(i);
   return {address(tensor, group_offset(tensor, 4, group)),
           strides[0],
           strides[1],
           strides[2],
           strides[3],
-          static_cast<int32_t>(tensor.element_size())};
+          static_cast<int32_t>(tensor.element_size()),
+          static_cast<int32_t>(bits & 0xff)};
 }
 
 void* values_of(const Tensor& tensor, int64_t own, int64_t group) {

@@ -25,10 +25,11 @@ inline bool all_in_pieces(const Attention& a, const AttentionGrad* g = nullptr) 
   return all;
 }
 
-// Whether a bias of 16-bit type can be copied 16 bytes at a time: eight keys of a query.
+// Whether a bias of 16-bit type can be copied 16 bytes at a time: eight keys of a query. The sizes
+// have no say, as in in_pieces.
 inline bool bias_in_pieces(const Attention& a) {
   const Pairs& bias = a.bias;
-  return !a.bias_is_float32 && bias.key == 1 && (bias.batch | bias.head | bias.query) % 8 == 0 &&
+  return !a.bias_is_float32 && bias.key == 1 && bias.row_bits % 8 == 0 &&
          (uintptr_t)bias.data % 16 == 0;
 }
 

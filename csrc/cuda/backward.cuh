@@ -175,12 +175,15 @@ HOST_DEVICE bool bias_in_chunks(const Attention& a, const BiasPlan& plan, const 
   return plan.chunks > 1 || (!bias.query && a.queries > 1);
 }
 
-// The same sums on a GPU of compute capability 9.0, in tiles of 128 queries.
+// The same sums on a GPU of compute capability 9.0, in tiles of 128 queries; few of them would
+// leave too many multiprocessors idle.
 template <class S>
 const char* bias_hopper_of(const Attention& a, const AttentionGrad& g, const BiasPlan& plan,
                            Stream stream);
-inline bool bias_hopper_takes(const Attention& a, const AttentionGrad& g, const BiasPlan& plan) {
-  return backward_hopper_takes(a, g) && !bias_in_chunks(a, plan, g.grad_bias);
+inline bool bias_hopper_takes(const Attention& a, const BiasPlan& plan, const Pairs& bias) {
+  constexpr int64_t kOwnersEnough = 256;
+  return !bias_in_chunks(a, plan, bias) &&
+         plan.heads * plan.query_tiles * plan.key_tiles >= kOwnersEnough;
 }
 
 // Of the sums that are left.

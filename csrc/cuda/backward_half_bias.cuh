@@ -76,7 +76,7 @@ const char* run_bias_hopper(const Attention& a, const AttentionGrad& g, void* sc
   using OfQueries = HalfBackward<S, kWidth, false, true, false>;
   return run_bias<S>(a, g.grad_bias, g.grad_lse, g.delta, scratch, stream,
                      [&](const BiasPlan& plan, float* sums) {
-                       return bias_hopper_takes(a, g, plan)
+                       return bias_hopper_takes(a, plan, g.grad_bias)
                                   ? bias_hopper_of<S>(a, g, plan, stream)
                                   : launch_bias_half<OfQueries>(a, g, plan, sums, stream);
                      });

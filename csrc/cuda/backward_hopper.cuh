@@ -421,6 +421,13 @@ const char* backward_hopper(const Attention& a, const AttentionGrad& g, Stream s
   return a.dropout.seed ? backward_hopper<S, kWidth, true>(a, g, stream)
                         : backward_hopper<S, kWidth, false>(a, g, stream);
 }
+// With a bias.
+template <class S>
+const char* backward_hopper_bias(const Attention& a, const AttentionGrad& g, Stream stream) {
+  return max_of(a.head_dim, a.value_dim) <= 64 ? backward_hopper<S, 64, false, true>(a, g, stream)
+                                               : backward_hopper<S, 128, false, true>(a, g, stream);
+}
+
 template <class S>
 const char* backward_hopper(const Attention& a, const AttentionGrad& g, Stream stream) {
   if (a.bias.data) return backward_hopper_bias_of<S>(a, g, stream);

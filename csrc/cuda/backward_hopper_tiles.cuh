@@ -349,7 +349,7 @@ DEVICE void hopper_powers(const Attention& a, const typename F::At& turn,
         const int i = F::kOwnsKeys ? e % 2 : e / 2;
         float above;
         if constexpr (F::kBias)
-          above = add_bias(s[0][j][e] * scale, bias.at(j, e)) - lse.at[i];
+          above = bias.clamped(s[0][j][e], scale, j, e) - lse.at[i];
         else
           above = fmaf(s[0][j][e], scale, -lse.at[i]);
         s[0][j][e] = exp2_approximate((above - low.at[i]) * kLog2E);
@@ -366,9 +366,11 @@ DEVICE void hopper_powers(const Attention& a, const typename F::At& turn,
         level = {{own[0].level, own[1].level}};
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        float rest = -level.at[F::kOwnsKeys ? e % 2 : e / 2];
-        if constexpr (F::kBias) rest = fmaf(bias.at(j, e), kLog2E, rest);
-        s[0][j][e] = exp2_approximate(fmaf(s[0][j][e], factor, rest));
+        const float lower = level.at[F::kOwnsKeys ? e % 2 : e / 2];
+        if constexpr (F::kBias)  // they may be far from zero where their sum is not
+          s[0][j][e] = exp2_approximate(fmaf(bias.sum(s[0][j][e], scale, j, e), kLog2E, -lower));
+        else
+          s[0][j][e] = exp2_approximate(fmaf(s[0][j][e], factor, -lower));
       }
     }
   }

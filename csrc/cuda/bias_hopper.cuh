@@ -26,7 +26,8 @@ struct HopperBias {
   using Tiles = Ring<kStages, kStageBytes, kBiasBytes, kBiasBytes + kStages * kStageBytes>;
   using Own = Ring<1, kBiasBytes, 0, Tiles::kEnd>;  // full with the first term
   static constexpr int kSharedBytes = Own::kEnd;
-  static constexpr Address kMarks = 0;  // there are none
+  // What backward's functions ask for, and is not there: marks of tiles, and numbers in the ring.
+  static constexpr Address kMarks = 0;
   static constexpr int kMostMarks = 0;
   struct At : Turn<kStages> {
     Turn<1> own;
@@ -232,10 +233,4 @@ const char* bias_hopper(const Attention& a, const AttentionGrad& g, const BiasPl
   return max_of(a.head_dim, a.value_dim) <= 64 ? bias_hopper<S, 64>(a, g, plan, stream)
                                                : bias_hopper<S, 128>(a, g, plan, stream);
 }
-template <class S>
-const char* backward_hopper_bias(const Attention& a, const AttentionGrad& g, Stream stream) {
-  return max_of(a.head_dim, a.value_dim) <= 64 ? backward_hopper<S, 64, false, true>(a, g, stream)
-                                               : backward_hopper<S, 128, false, true>(a, g, stream);
-}
-
 }  // namespace mha_ext::cuda

@@ -56,29 +56,22 @@ DEVICE void hide_pairs(const Attention& a, const Place& place, int64_t i0, int64
   }
 }
 
-// S scale + bias: what is finite stays finite, and what the bias hides becomes -inf.
+// S scale + bias; what the bias hides becomes -inf.
 template <class F>
 DEVICE void add_bias_of_tile(const Turn<F::kStages>& turn, float scale,
                              float (&s)[1][F::kColumns][4], HopperPairs<F>& pairs) {
-  using Half = typename F::Half;
   BiasWords<F> bias;
 #pragma unroll
   for (int j = 0; j < F::kColumns; j++) {
     bias.load(turn, j);
 #pragma unroll
-    for (int e = 0; e < 4; e++) s[0][j][e] = fmaf(s[0][j][e], scale, bias.at(j, e));
+    for (int e = 0; e < 4; e++) s[0][j][e] = bias.clamped(s[0][j][e], scale, j, e);
   }
   if (hide_by_bias<F>(turn, bias.least, pairs))
 #pragma unroll
     for (int part = 0; part < F::kWords; part++) {
       const uint32_t bits[1] = {pairs.visible[part]};
-      auto& scores = half_of<F>(s, part);
-#pragma unroll
-      for (int j = 0; j < Half::kColumns; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-          scores[0][j][e] = max_or_nan(scores[0][j][e], lowest_finite(0.0f));
-      select_tile<Half>(bits, -INFINITY, scores);
+      select_tile<typename F::Half>(bits, -INFINITY, half_of<F>(s, part));
     }
   sync_warp();  // its lanes have read the bias
   F::Keys::left(turn);

@@ -11,7 +11,7 @@ template <class S_, int kWidth_, bool kPlain_, int kConsumers_ = 2,
 struct HopperForward {
   using S = S_;
   static constexpr bool kOwnsKeys = false;
-  static constexpr bool kPlain = kPlain_;  // no mask or dropout, and scale > 0
+  static constexpr bool kPlain = kPlain_;  // no mask or dropout, and scale > 0 or a bias
   static constexpr bool kBias = kBias_;
   static constexpr int kWidth = kWidth_;                     // D and Dv are at most this
   static constexpr int kKeys = kKeys_, kWords = kKeys / 64;  // of a tile

@@ -95,14 +95,22 @@ struct BiasWords {
   DEVICE_MEMBER float at(int j, int e) const {
     return widen(typename F::S{(uint16_t)(words[j % 2 * 2 + e / 2] >> 16 * (e % 2))});
   }
+  // S scale + bias, and where it is too low for a float.
+  DEVICE_MEMBER float sum(float s, float scale, int j, int e) const {
+    return fmaf(s, scale, at(j, e));
+  }
+  DEVICE_MEMBER float clamped(float s, float scale, int j, int e) const {
+    return max_or_nan(sum(s, scale, j, e), lowest_finite(0.0f));
+  }
 };
-// A pair whose bias is -inf is hidden: its bit goes. Whether any bias is so low that a score may be
-// -inf without it; `least` is a word below which there is none.
+// Pairs whose bias is -inf are hidden: their bits go. Whether there are any; `least` is a word
+// below which there is none.
 template <class F, class Turn, class Pairs>
 DEVICE bool hide_by_bias(const Turn& turn, uint32_t least, Pairs& pairs) {
-  const auto value = [](uint32_t bits) { return widen(typename F::S{(uint16_t)bits}); };
-  constexpr float kLow = -1e38f;
-  if (!ballot(value(least) < kLow || value(least >> 16) < kLow)) return false;
+  const auto hidden = [](uint32_t bits) {
+    return widen(typename F::S{(uint16_t)bits}) == -INFINITY;
+  };
+  if (!ballot(hidden(least) || hidden(least >> 16))) return false;
   pairs.partial = true;
 #pragma unroll
   for (int j = 0; j < F::kColumns; j += 2) {
@@ -110,8 +118,7 @@ DEVICE bool hide_by_bias(const Turn& turn, uint32_t least, Pairs& pairs) {
     load_bias<F>(turn, j, words);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint32_t bits =
-          (value(words[i]) == -INFINITY ? 1 : 0) | (value(words[i] >> 16) == -INFINITY ? 2 : 0);
+      const uint32_t bits = (hidden(words[i]) ? 1 : 0) | (hidden(words[i] >> 16) ? 2 : 0);
       pairs.visible[j / 8] &= ~(bits << (16 * (i % 2) + 2 * (j % 8 + i / 2)));
     }
   }

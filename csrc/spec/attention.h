@@ -28,6 +28,9 @@ struct Pairs {
   void* data = nullptr;
   int64_t batch = 0, head = 0, query = 0, key = 0;
   int32_t item_size = 0;  // bytes; a mask is read as an integer of this size
+  // Low bits of the strides of rows, those of a single entry or of a group too: what they are
+  // multiples of does not depend on the sizes.
+  int32_t row_bits = 0;
 };
 
 // Query i stands at key position i + diagonal(b) and sees `left` keys before it and `right` after

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -129,4 +131,5 @@ def rows(tensor: Tensor) -> Rows:
 def pairs(tensor: Tensor) -> Pairs:
     strides = [0] * (4 - tensor.dim())
     strides += [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride())]
-    return Pairs(address(tensor), *strides, tensor.element_size())
+    row_bits = reduce(or_, tensor.stride()[:-1], 0) & 0xFF
+    return Pairs(address(tensor), *strides, tensor.element_size(), row_bits)

@@ -22,7 +22,9 @@ class Rows(ctypes.Structure):
 
 
 class Pairs(ctypes.Structure):
-    _fields_ = _fields(("p", "data"), ("i64", "batch head query key"), ("i32", "item_size"))
+    _fields_ = _fields(
+        ("p", "data"), ("i64", "batch head query key"), ("i32", "item_size row_bits")
+    )
 
 
 class Band(ctypes.Structure):

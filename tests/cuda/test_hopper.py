@@ -69,21 +69,24 @@ CASES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
-# The sum of a bias that broadcasts goes by these kernels where it has more than 64 tiles of 64 x 64.
+# The sum of a bias that broadcasts goes by these kernels where an entry of it has 256 tiles of 64 x 64.
 BIAS_CASES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"queries": 150, "keys": 200, "bias": "bhqk"}, {}),
-    ({"queries": 150, "keys": 200, "bias": "1hqk", "batch": 2, "heads": 6, "kv_heads": 2}, {}),
+    ({"queries": 150, "keys": 200, "bias": "1hqk", "batch": 2, "heads": 24, "kv_heads": 2}, {}),
     ({"queries": 150, "keys": 200, "bias": "b1qk", "batch": 6, "heads": 3, "head_dim": 128}, {"right": 0}),
     ({"queries": 260, "keys": 136, "bias": "b1qk", "batch": 5, "value_dim": 40}, {"left": 30, "right": 20}),
     ({"queries": 140, "keys": 264, "bias": "11qk", "heads": 3, "batch": 2, "head_dim": 80, "dtype": torch.float16}, {}),
-    ({"queries": 330, "keys": 392, "bias": "1hqk", "batch": 3, "key_lengths": "random"}, {}),
-    ({"queries": 330, "keys": 392, "bias": "1hqk", "batch": 3, "key_lengths": "edges", "head_dim": 128}, {"left": 90}),
+    ({"queries": 330, "keys": 392, "bias": "1hqk", "batch": 3, "heads": 8, "key_lengths": "random"}, {}),
+    (
+        {"queries": 330, "keys": 392, "bias": "1hqk", "batch": 2, "heads": 8, "key_lengths": "edges", "head_dim": 128},
+        {"left": 90},
+    ),
     ({"queries": 400, "keys": 328, "bias": "1hqk", "mask": "bhqk", "squares": True, "batch": 2, "heads": 4}, {}),
     ({"queries": 150, "keys": 200, "bias": "bh1k", "heads": 4, "dtype": torch.float16}, {}),
     ({"queries": 260, "keys": 256, "bias": "bhqk", "head_dim": 50}, {}),
     # keys that the bias hides from all; levels far from zero
     ({"queries": 150, "keys": 200, "bias": "b11k", "batch": 2}, {}),
-    ({"queries": 150, "keys": 200, "bias": "1hqk", "batch": 2, "heads": 6, "bias_from": 1000}, {}),
+    ({"queries": 150, "keys": 200, "bias": "1hqk", "batch": 2, "heads": 24, "bias_from": 1000}, {}),
 )  # fmt: skip
 
 
@@ -238,6 +241,48 @@ def test_backward(of: dict[str, Any], band: dict[str, Any], hopper: Library) -> 
     for seed in range(2):
         assert gradients(hopper, of, band, bool(seed), seed) == ""
         assert hopper.report.shared_bytes > 99 * 1024  # it was these kernels
+
+
+def test_scores_and_biases_that_cancel(hopper: Library) -> None:
+    """Each is a million, where a float has steps of 1/16 or, times log2 e, of 1/8; their sum is not."""
+    rng = torch.Generator().manual_seed(0)
+    query, key = (torch.full((1, 2, n, 64), 128.0, dtype=torch.bfloat16) for n in (130, 200))
+    query[..., -1] = 1
+    key[..., -1] = torch.randint(-3, 4, (1, 2, 200), generator=rng).bfloat16()
+    value = torch.randn(1, 2, 200, 64, generator=rng).bfloat16()
+    grad_out = torch.randn(1, 2, 130, 64, generator=rng).bfloat16()
+    bias = torch.full((1, 2, 130, 200), -63.0 * 128 * 128, dtype=torch.bfloat16)
+    said = {"scale": 1.0, "origin": (0, 0, 0, 0), "corner": "upper_left", "dropout_p": 0.0}
+    kernels = Described(query, key, value, None, bias, None, None, said)
+    saved = hopper.forward(kernels)
+    grad = hopper.backward(kernels, grad_out, None, saved, [False, False, True, False])[2]
+    scores = query.double() @ key.double().transpose(2, 3) + bias.double()
+    weights = scores.softmax(-1)
+    wanted = (weights @ value.double(), weights.transpose(2, 3) @ grad_out.double())
+    for found, right in zip((saved[0], grad), wanted, strict=True):
+        assert found is not None
+        torch.testing.assert_close(found.double(), right, rtol=0.02, atol=0.002)
+
+
+@pytest.mark.parametrize("keys", [300, 304])
+@pytest.mark.parametrize("bias", ["b11k", "bhqk"])
+def test_an_entry_alone_has_the_bits_it_has_among_others(
+    bias: str, keys: int, hopper: Library
+) -> None:
+    """Rows of 300 keys cannot be copied by 16 bytes, but those of the first entry, alone, could."""
+    options = {"batch": 2, "heads": 2, "queries": 200, "keys": keys, "head_dim": 64}
+    inputs = make(Problem(dtype=torch.bfloat16, bias=bias, **options))
+    said = {"scale": 0.125, "origin": (0, 0, 0, 0), "corner": "upper_left", "dropout_p": 0.0}
+    found = []
+    for entries in (slice(0, 2), slice(0, 1)):
+        parts = (t[entries] for t in (inputs.query, inputs.key, inputs.value, inputs.bias))
+        query, key, value, of = parts
+        kernels = Described(query, key, value, None, of, None, None, said)
+        saved = hopper.forward(kernels)
+        grads = (inputs.grad_out[entries], inputs.grad_lse[entries])
+        grads = hopper.backward(kernels, *grads, saved, [True, True, True, False])
+        found.append([*saved, *grads[:3]])
+    assert all(torch.equal(x[:1], y) for x, y in zip(*found, strict=True))
 
 
 def test_schedules_give_the_same_bits(hopper: Library) -> None:
@@ -640,7 +685,7 @@ const char* backward(const Attention& a, const AttentionGrad& g, void*, Stream s
   if (!error) error = backward_hopper_bias_of<BFloat16>(a, g, stream);
   if (error || bias_is_dense(a, g.grad_bias)) return error;
   const BiasPlan plan = bias_plan(a, g.grad_bias);
-  return bias_hopper_takes(a, g, plan) ? bias_hopper<BFloat16, 64>(a, g, plan, stream) : "in chunks";
+  return bias_in_chunks(a, plan, g.grad_bias) ? "in chunks" : bias_hopper<BFloat16, 64>(a, g, plan, stream);
 }
 }
 """
@@ -671,8 +716,8 @@ BIAS_MUTATIONS = {
     "bits of hidden pairs": (SHARED, "(16 * (i % 2) + 2", "(16 * (i / 2) + 2", "wrong"),
     "hidden pairs not looked for": (
         SHARED,
-        "constexpr float kLow = -1e38f;",
-        "constexpr float kLow = -INFINITY;",
+        "(uint16_t)bits}) == -INFINITY;",
+        "(uint16_t)bits}) == INFINITY;",
         "wrong",
     ),
     "panels of the bias": (
@@ -693,10 +738,10 @@ BIAS_MUTATIONS = {
         "",
         "no barrier",
     ),
-    "logarithm": (TILES, "fmaf(bias.at(j, e), kLog2E, rest)", "rest + bias.at(j, e)", "wrong"),
+    "logarithm": (TILES, "scale, j, e), kLog2E, -lower)", "scale, j, e), 1.4f, -lower)", "wrong"),
     "far from zero": (
         TILES,
-        "above = add_bias(s[0][j][e] * scale, bias.at(j, e)) -",
+        "above = bias.clamped(s[0][j][e], scale, j, e) -",
         "above = s[0][j][e] * scale -",
         "wrong",
     ),
