@@ -58,15 +58,21 @@ def test_options_together(problem: Problem) -> None:
     check(problem)
 
 
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"head_dim": 64},
+    {"head_dim": 40, "value_dim": 70, "heads": 4, "kv_heads": 2, "dropout_p": 0.2},
+)
+
+
 @pytest.mark.parametrize("second", ["all", "some", "none", "not finite"])
+@pytest.mark.parametrize("others", OTHERS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_blocks_of_queries_that_see_different_keys(dtype: torch.dtype, second: str) -> None:
+def test_blocks_of_queries_that_see_different_keys(
+    dtype: torch.dtype, others: dict[str, Any], second: str
+) -> None:
     """Of a tile of keys one block of 64 queries sees all, its neighbour something else: what may be added together is
     not what is."""
-    problem = Problem(
-        dtype=dtype, batch=1, heads=2, queries=256, keys=192, head_dim=64, mask="11qk"
-    )
-    inputs = make(problem)
+    inputs = make(Problem(dtype=dtype, batch=1, queries=256, keys=192, mask="11qk", **others))
     mask = torch.ones(256, 192, dtype=torch.bool)
     some = torch.rand(64, 64, generator=torch.Generator().manual_seed(1)) < 0.5
     for first_query, first_key in ((64, 64), (128, 0), (192, 128)):

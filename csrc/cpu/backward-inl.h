@@ -104,7 +104,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   }
 
   // What is added for rows without any key comes before the tiles of its block.
-  const int64_t most = uniform || w.once ? 1 : kTogether<K>;
+  const int64_t most = w.p_queries && !uniform ? kTogether<K> : 1;
   BackwardScratch<K> of_others[kTogether<K>];
   GradBlock<K> together[kTogether<K>];
   together[0].w = &w;
@@ -113,13 +113,10 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
     together[i].w = &of_others[i];
   }
 
-  const auto ask_queries = [&](int64_t batch, int64_t head, int64_t block, Ahead& ahead) {
-    for (int64_t first = block * kTile; first < min_of(block + most, blocks) * kTile;
-         first += kTile) {
-      ask_rows<K>(a.query, batch, head, first, a.queries, a.head_dim, ahead);
-      ask_rows<K>(g.grad_out, batch, head, first, a.queries, a.value_dim, ahead);
-      if (with_delta) ask_rows<K>(a.out, batch, head, first, a.queries, a.value_dim, ahead);
-    }
+  const auto ask_queries = [&](int64_t batch, int64_t head, int64_t first, Ahead& ahead) {
+    ask_rows<K>(a.query, batch, head, first, a.queries, a.head_dim, ahead);
+    ask_rows<K>(g.grad_out, batch, head, first, a.queries, a.value_dim, ahead);
+    if (with_delta) ask_rows<K>(a.out, batch, head, first, a.queries, a.value_dim, ahead);
   };
   const auto begin_block = [&](GradBlock<K>& q, int64_t h, int64_t block) {
     const int64_t q0 = block * kTile, rows = min_of(kTile, a.queries - q0);
@@ -160,18 +157,18 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
     }
     q.loaded = true;
   };
-  // What is wanted soon; `others`: another block follows q here.
-  const auto ask_ahead = [&](const GradBlock<K>& q, int64_t h, int64_t k0, bool others) {
+  // What is wanted soon, beside the products; a matrix unit asks for nothing there.
+  const auto ask_ahead = [&](const GradBlock<K>& q, int64_t h, int64_t k0) {
     Ahead& ahead = q.w->ahead;
     const bool last_block = q.block + 1 == blocks, last_head = h + 1 == (kv + 1) * group;
     // Before the last tile of keys: what is asked for earlier may be gone again.
     if (k0 + kTile >= min_of(q.seen.end, end)) {
       if (writes_query) ask_rows<K>(g.grad_query, b, h, q.q0, a.queries, a.head_dim, ahead);
-      if (!others && !last_block)
-        ask_queries(b, h, q.block + 1, ahead);
-      else if (!others && !last_head)
+      if (!last_block)
+        ask_queries(b, h, q.q0 + kTile, ahead);
+      else if (!last_head)
         ask_queries(b, h + 1, 0, ahead);
-      else if (!others && next.batch < a.batch)
+      else if (next.batch < a.batch)
         ask_queries(next.batch, next.kv_head * group, 0, ahead);
     }
     if (last_block && last_head) {
@@ -209,19 +206,19 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
     if (left.rows) add_key_gradients<K>(a, g, left, *left_of);
     left.rows = 0;
   };
-  // A block's gradients of one tile, but for what is left; `others` as above.
-  const auto add_tile = [&](GradBlock<K>& q, int64_t h, int64_t k0, int64_t keys, bool others) {
+  // A block's gradients of one tile, but for what is left.
+  const auto add_tile = [&](GradBlock<K>& q, int64_t h, int64_t k0, int64_t keys) {
     BackwardScratch<K>& of = *q.w;
     const int64_t at = k0 - begin;
-    if (k0 >= q.seen.end || k0 + keys <= q.seen.begin) return;
+    if (k0 >= q.seen.end || k0 + keys <= q.seen.begin) return add_left();
     if (!q.loaded) load_block(q, h);
-    ask_ahead(q, h, k0, others);
+    ask_ahead(q, h, k0);
     if (w.once) read_rows(at, keys);
     const int64_t in = w.once ? 0 : at;
     of.sums = q.sum;
     const Visibility visible = gradient_tile<K>(
         a, g, b, h, q.q0, q.rows, k0, keys, rows_from(key_rows, in), rows_from(value_rows, in), of);
-    if (visible == Visibility::kEmpty) return;
+    if (visible == Visibility::kEmpty) return add_left();
     if (write_bias) store_bias_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, w.one, of.ds);
     if (g.adds_bias) add_bias_tile<K>(g, b, h, q.q0, q.rows, k0, keys, of.ds);
 
@@ -286,8 +283,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
         const int64_t from = range * ranges.size, to = min_of(end, from + ranges.size);
         for (int64_t i = 0; i < count; i++) begin_range(together[i], h, range, to - from);
         for (int64_t k0 = from; k0 < to; k0 += kTile) {
-          for (int64_t i = 0; i < count; i++)
-            add_tile(together[i], h, k0, min_of(kTile, to - k0), i + 1 < count);
+          for (int64_t i = 0; i < count; i++) add_tile(together[i], h, k0, min_of(kTile, to - k0));
           add_left();
         }
         for (int64_t i = 0; i < count; i++) end_range(together[i], range);

@@ -24,7 +24,8 @@ struct BackwardScratch : GradScratch<K> {
   Finite* finite;        // whether the tile's keys are
   typename K::S* clean;
   T *total, *grad_query, *grad_key, *grad_value, *one;
-  // What each block of queries but the first of those taken together has for itself.
+  // What each block of queries but the first of those taken together has for itself; [0] is not
+  // used.
   struct Own {
     Unit *query, *grad_out;
     T *high, *low, *shift, *total, *grad_query;
@@ -78,10 +79,8 @@ struct BackwardScratch : GradScratch<K> {
     w.grad_query = o.grad_query;
     w.query_rows += i * units_of<K>(kTile) * padded<K>(a.head_dim);
     w.grad_out_rows += i * units_of<K>(kTile) * padded<K>(a.value_dim);
-    if (w.p_queries) {
-      w.p_queries += i * kRow / 2;
-      w.ds_queries += i * kRow / 2;
-    }
+    w.p_queries += i * kRow / 2;
+    w.ds_queries += i * kRow / 2;
     return w;
   }
 };

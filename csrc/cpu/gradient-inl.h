@@ -3,6 +3,13 @@
 namespace mha_ext::cpu {
 namespace {
 
+// Blocks of queries that backward takes together, so that a matrix unit reads and writes the sums
+// of keys once for all of them; and the units of their pairs, of a key.
+template <class K>
+constexpr int64_t kTogether = K::Dot::kRowBlock > 1 ? 2 : 1;
+template <class K>
+constexpr int64_t kPairRow = kTogether<K> * kRow / 2;
+
 // The operands of one block of queries and of one tile, and the tile's P and dS.
 template <class K>
 struct GradScratch {
@@ -14,7 +21,7 @@ struct GradScratch {
   T *high, *low, *shift;  // of each query: exp subtracts lse = high + low, dP its delta
   uint64_t *bits, *keep, *head_bits;
   Range bands_storage[kMostBands];
-  const Range* bands;  // of the tile, or nullptr
+  const Range* bands = nullptr;  // of the tile, if it has any
   Ahead ahead{longest_asked<K>()};
   // Whether the tile has all keys of its queries, and delta = sum P o dP - dL comes out of it; then
   // `shift` is dL before it.

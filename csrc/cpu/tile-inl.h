@@ -289,12 +289,6 @@ Operand pairs_operand(const typename K::Unit* pairs, int64_t row = kRow / 2) {
   constexpr int64_t kUnit = sizeof(typename K::Unit);
   return {(const char*)pairs, row * kUnit, kUnit};
 }
-// Blocks of queries that backward takes together, so that a matrix unit reads and writes the sums
-// of keys once for all of them; and the units of their pairs, of a key.
-template <class K>
-constexpr int64_t kTogether = K::Dot::kRowBlock > 1 ? 2 : 1;
-template <class K>
-constexpr int64_t kPairRow = kTogether<K> * kRow / 2;
 template <class K>
 Operand tile_operand(const typename K::T* tile, int64_t keys, int64_t rows,
                      typename K::Unit* scratch) {
