@@ -55,7 +55,6 @@ struct HopperTerms {
   uint32_t tile;
   int term, b, h, key_tile;
   int64_t q0;
-  SeenTiles seen;  // by the queries of the tile
   DEVICE_MEMBER HopperTerms(const Attention& a, const BiasPlan& plan)
       : batches((int)plan.batches),
         heads((int)plan.heads),
@@ -72,17 +71,19 @@ struct HopperTerms {
   DEVICE_MEMBER uint32_t row() const { return tile / (uint32_t)key_tiles; }
   DEVICE_MEMBER int first_b() const { return (int)(row() / (uint32_t)(query_tiles * heads)); }
   DEVICE_MEMBER int first_h() const { return (int)(row() / (uint32_t)query_tiles) % heads; }
-  // To the first term, or the one after this; false: there is none.
+  // Before the first term of a tile.
   DEVICE_MEMBER void start() {
     term = -1;
     key_tile = (int)(tile % (uint32_t)key_tiles);
     q0 = (int64_t)(row() % (uint32_t)query_tiles) * F::kRows;
   }
+  // To the first term, or the one after this, of which the tile's queries see anything; false:
+  // there is none.
   DEVICE_MEMBER bool next(const Attention& a) {
     while (++term < terms) {
       b = first_b() + term / shared;
       h = first_h() + term % shared;
-      seen = seen_tiles<F::kOthers>(a, b, q0, min_of(F::kRows, a.queries - q0));
+      const SeenTiles seen = seen_tiles<F::kOthers>(a, b, q0, min_of(F::kRows, a.queries - q0));
       if (key_tile >= seen.any && key_tile < seen.any_end) return true;
     }
     return false;

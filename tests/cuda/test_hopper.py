@@ -243,6 +243,19 @@ def test_backward(of: dict[str, Any], band: dict[str, Any], hopper: Library) -> 
         assert hopper.report.shared_bytes > 99 * 1024  # it was these kernels
 
 
+def test_a_finite_bias_stays_finite(hopper: Library) -> None:
+    """Of the lowest number, where each score would make it -inf: no key is hidden."""
+    query, key = (torch.full((1, 2, n, 64), 1e18, dtype=torch.bfloat16) for n in (130, 200))
+    value = torch.randn(1, 2, 200, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    lowest = torch.finfo(torch.bfloat16).min
+    bias = torch.full((1, 2, 130, 200), lowest, dtype=torch.bfloat16)
+    said = {"scale": 1.0, "origin": (0, 0, 0, 0), "corner": "upper_left", "dropout_p": 0.0}
+    out, lse, _ = hopper.forward(Described(query, -key, value, None, bias, None, None, said))
+    mean = value.double().mean(2, keepdim=True).expand_as(out)
+    torch.testing.assert_close(out.double(), mean, rtol=0.02, atol=0.002)
+    assert lse.isfinite().all()
+
+
 def test_scores_and_biases_that_cancel(hopper: Library) -> None:
     """Each is a million, where a float has steps of 1/16 or, times log2 e, of 1/8; their sum is not."""
     rng = torch.Generator().manual_seed(0)
