@@ -27,7 +27,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ON_A_GPU = ("test_products_on_a_gpu", "test_pipeline_on_a_gpu")  # the others need none
+# The others need none.
+ON_A_GPU = ("test_products_on_a_gpu", "test_chain_on_a_gpu", "test_pipeline_on_a_gpu")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # What runs under the sanitizers, which slow a kernel down a hundred times.
 SANITIZED = "test_as_on_the_cpu and (everything or plain or bias)"

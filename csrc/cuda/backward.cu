@@ -22,7 +22,10 @@ const char* backward_of<Float16>(const Attention& a, const AttentionGrad& g, voi
 int64_t backward_scratch_bytes(const Attention& a, const AttentionGrad& g) {
   const bool half = a.dtype == DType::kBFloat16 || a.dtype == DType::kFloat16;
   int64_t at = half ? packed_mask_bytes(a) : 0;
-  if (half && backward_hopper_takes(a, g)) at += aligned_bytes(a, &g);
+  if (half && backward_hopper_takes(a, g)) {
+    at += aligned_bytes(a, &g);
+    if (backward_joint_takes(a, g)) at += joint_scratch(a).all;
+  }
   at += ceil_div(bias_bytes(a, g.grad_bias), 256) * 256;
   if (!is_split(a) || g.grad_weights.data) return at;
   int64_t levels = at;  // in the same place, one after the other

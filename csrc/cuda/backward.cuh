@@ -30,6 +30,30 @@ inline bool backward_hopper_takes(const Attention& a, const AttentionGrad& g) {
          !(a.dropout.seed && a.origin.key % 8) && on_hopper();
 }
 
+// All three gradients by one kernel, which adds dQ up in scratch memory: the sums, then the number
+// of the next block and two signals for each 64 queries. The sizes of the batch have no say.
+template <class S>
+const char* backward_joint_of(const Attention& a, const AttentionGrad& g, void* scratch,
+                              Stream stream);
+inline int64_t joint_width(const Attention& a) { return max_of(a.head_dim, a.value_dim); }
+// Where it was measured to be faster than two kernels; fewer queries are over before its blocks
+// are in step.
+inline bool backward_joint_takes(const Attention& a, const AttentionGrad& g) {
+  constexpr int64_t kMany = 1024;
+  const bool hides = a.mask.data || !hides_nothing(a);
+  return !a.bias.data && a.queries >= kMany && joint_width(a) <= 128 &&
+         (joint_width(a) > 64 || a.dropout.seed || hides) && g.grad_query.data &&
+         (g.grad_key.data || g.grad_value.data);
+}
+struct JointScratch {
+  int64_t sums, all;  // bytes
+};
+inline JointScratch joint_scratch(const Attention& a) {
+  const int64_t tiles = a.batch * a.heads * ceil_div(a.queries, kTile);
+  const int64_t sums = tiles * kTile * (joint_width(a) <= 64 ? 64 : 128) * 4;
+  return {sums, sums + ceil_div(4 * (1 + 2 * tiles), 256) * 256};
+}
+
 template <class S>
 DEVICE const S* row_of(const Rows& rows, int64_t b, int64_t h, int64_t i) {
   return (const S*)rows.data + b * rows.batch + h * rows.head + i * rows.row;

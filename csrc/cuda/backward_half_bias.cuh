@@ -121,7 +121,9 @@ const char* backward_of_half(const Attention& given, const AttentionGrad& g, voi
     AttentionGrad grads = g;
     const char* error = run_delta<S>(a, g, stream);
     if (!error) error = align_rows(a, &grads, scratch, stream);
-    if (!error) error = backward_hopper_of<S>(a, grads, stream);
+    if (!error)
+      error = backward_joint_takes(a, grads) ? backward_joint_of<S>(a, grads, scratch, stream)
+                                             : backward_hopper_of<S>(a, grads, stream);
     if (error) return error;
     return max_of(a.head_dim, a.value_dim) <= 64
                ? run_bias_hopper<S, 64>(a, grads, scratch, stream)

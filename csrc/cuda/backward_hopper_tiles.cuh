@@ -6,10 +6,13 @@
 
 namespace mha_ext::cuda {
 
-template <class S_, int kWidth_, bool kOwnsKeys_, bool kDropout_, bool kBias_ = false>
+// kJoint: an owner of keys that also adds up dQ (backward_hopper_joint.cuh).
+template <class S_, int kWidth_, bool kOwnsKeys_, bool kDropout_, bool kBias_ = false,
+          bool kJoint_ = false>
 struct HopperBackward {
   using S = S_;
   static constexpr bool kOwnsKeys = kOwnsKeys_, kDropout = kDropout_, kBias = kBias_;
+  static constexpr bool kJoint = kJoint_;
   static constexpr bool kScores = true, kValues = kOwnsKeys;  // dK or dQ; dV
   static constexpr int kWidth = kWidth_, kPanels = kWidth / 64, kFragments = 1;
   static constexpr int kConsumers = 2, kThreads = (1 + kConsumers) * kGroup;
@@ -19,6 +22,7 @@ struct HopperBackward {
   static constexpr int kRows = kHalves ? 64 : 64 * kConsumers;  // that a block owns
   static constexpr int kSumPanels = kHalves ? kPanels / 2 : kPanels, kSumColumns = 8 * kSumPanels;
   static_assert(!kBias || !kHalves);
+  static_assert(!kJoint || (kOwnsKeys && !kBias && !kHalves));
   static constexpr int kOthers = kOwnsKeys || kBias || kWidth > 64 ? 64 : 128;  // rows of a tile
   // Whether the owned scores stay in registers: products of 64 columns are short of shared memory.
   static constexpr bool kHeld = !kOwnsKeys && kWidth > 64 && !kHalves;
@@ -35,19 +39,33 @@ struct HopperBackward {
                                  : kWidth <= 64 ? 5
                                                 : 3;
   static constexpr int kOwnBytes = kRows * 2 * kWidth, kTileBytes = kOthers * 2 * kWidth;
+  // Threads of the producer that copy.
+  static constexpr int kCopiers = kJoint ? kGroup / 2 : kGroup;
   // Where they have room, the rows of the next block come while those of this one are used.
-  static constexpr int kOwnStages = kWidth <= 64 ? 2 : 1;
+  static constexpr int kOwnStages = kWidth <= 64 && !kJoint ? 2 : 1;
   static constexpr int kBiasBytes = kBias ? 2 * kRows * kOthers : 0;
   static constexpr int kStageBytes = 2 * kTileBytes + kBiasBytes;
   static constexpr int kNumberBytes = kOwnsKeys ? 1280 : 0;
   static constexpr Address kFirst = kOwnStages * 2 * kOwnBytes;
-  static constexpr Address kNumbers = kFirst + kStages * kStageBytes;
-  using Tiles = Ring<kStages, kStageBytes, kFirst, kNumbers + kStages * kNumberBytes>;
-  using Own = Ring<kOwnStages, 2 * kOwnBytes, 0, Tiles::kEnd>;  // full with their first tile
-  using Spoilt = Question<kConsumers, Own::kEnd>;
+  // dS of a tile, [keys][queries], of all consumers; and what comes of it for 64 queries of dQ, of
+  // which a consumer has a part of the columns.
+  static constexpr int kGradStages = kWidth <= 64 ? 2 : 1, kGradBytes = kRows * kPanelBytes;
+  static constexpr int kPartColumns = kWidth / kConsumers, kSumBytes = 64 * kPartColumns * 4;
+  static constexpr Address kGrads = kFirst + kStages * kStageBytes;
+  static constexpr Address kOutbox = kGrads + (kJoint ? kGradStages * kGradBytes : 0);
+  static constexpr Address kNumbers = kOutbox + (kJoint ? kConsumers * kSumBytes : 0);
+  using Tiles = Ring<kStages, kStageBytes, kFirst, kNumbers + kStages * kNumberBytes, kCopiers>;
+  // Full with their first tile.
+  using Own = Ring<kOwnStages, 2 * kOwnBytes, 0, Tiles::kEnd, kCopiers>;
+  using Grads = Ring<kGradStages, kGradBytes, kGrads, Own::kEnd, kConsumers * kGroup>;
+  using Outbox =
+      Ring<kConsumers, kSumBytes, kOutbox, Grads::kEnd, kGroup>;  // a stage of a consumer
+  using Spoilt = Question<kConsumers, Outbox::kEnd>;
   // What the mask hides of so many of the block's tiles; it is looked up in later ones.
   static constexpr Address kMarks = Spoilt::kEnd;
-  static constexpr int kMostMarks = 2048, kSharedBytes = kMarks + 4 * kMostMarks;
+  static constexpr int kMostMarks = 2048;
+  static constexpr Address kNumber = kMarks + 4 * kMostMarks;  // of the block
+  static constexpr int kSharedBytes = kNumber + 4;
   // Where a thread is in the rings.
   struct At : Turn<kStages> {
     Turn<kOwnStages> own;
@@ -188,10 +206,10 @@ struct HopperSource {
   int64_t head, row;
   int bytes;  // of that piece
 };
-template <class S>
+template <class S, int kCopiers = kGroup>
 DEVICE HopperSource source_of(const Rows& scores, const Rows& values, int head_dim, int value_dim,
                               int b, int piece) {
-  const bool first = thread_id() < kGroup / 2;
+  const bool first = thread_id() < kCopiers / 2;
   const char* data = (const char*)(first ? scores.data : values.data);
   const int64_t batch = first ? scores.batch : values.batch;
   const int bytes = (first ? head_dim : value_dim) * 2 - piece * 16;
@@ -200,13 +218,13 @@ DEVICE HopperSource source_of(const Rows& scores, const Rows& values, int head_d
           (int)max_of(0, min_of(16, bytes))};
 }
 // kRows rows into panels; zero beyond `rows` and the width.
-template <int kRows, int kPanels>
+template <int kRows, int kPanels, int kCopiers = kGroup>
 DEVICE void copy_tile(Address to, const HopperSource& from, int64_t head, int64_t begin, int rows) {
-  constexpr int kPieces = 8 * kPanels, kStep = kGroup / 2 / kPieces;
+  constexpr int kPieces = 8 * kPanels, kStep = kCopiers / 2 / kPieces;
   static_assert((kStep == 2 || kStep % 4 == 0) && kRows % kStep == 0);
   // How the place of the piece turns from row to row.
   const auto turn = [](int i) { return kStep == 2 ? (i % 2 ? 96 : 32) : kStep % 8 ? 64 : 0; };
-  int r = thread_id() % (kGroup / 2) / kPieces;
+  int r = thread_id() % (kCopiers / 2) / kPieces;
   const char* source = from.data + head * from.head + (begin + r) * from.row;
   to += paneled<kRows>(r, thread_id() % kPieces);
 #pragma unroll 2
@@ -228,26 +246,36 @@ DEVICE void produce_others(const Attention& a, const AttentionGrad& g, HopperPla
   constexpr bool kKeys = F::kOwnsKeys;
   if (at.done()) return;
   const int thread = thread_id(), piece = thread % (8 * F::kPanels);
-  const bool first = thread < kGroup / 2;
+  const bool first = thread < F::kCopiers / 2;
   {
-    const HopperSource own = source_of<S>(kKeys ? a.key : a.query, kKeys ? a.value : g.grad_out,
-                                          (int)a.head_dim, (int)a.value_dim, at.b, piece);
+    const HopperSource own =
+        source_of<S, F::kCopiers>(kKeys ? a.key : a.query, kKeys ? a.value : g.grad_out,
+                                  (int)a.head_dim, (int)a.value_dim, at.b, piece);
     const int64_t own0 = (int64_t)at.own * 16;
     F::Own::wait_free(turn.own);
-    copy_tile<F::kRows, F::kPanels>(first ? F::own_scores(turn) : F::own_values(turn), own,
-                                    kKeys ? kv_head(a, at.h) : at.h, own0,
-                                    (int)min_of(F::kRows, (kKeys ? a.keys : a.queries) - own0));
+    copy_tile<F::kRows, F::kPanels, F::kCopiers>(
+        first ? F::own_scores(turn) : F::own_values(turn), own, kKeys ? kv_head(a, at.h) : at.h,
+        own0, (int)min_of(F::kRows, (kKeys ? a.keys : a.queries) - own0));
   }
-  const HopperSource others = source_of<S>(kKeys ? a.query : a.key, kKeys ? g.grad_out : a.value,
-                                           (int)a.head_dim, (int)a.value_dim, at.b, piece);
+  const HopperSource others =
+      source_of<S, F::kCopiers>(kKeys ? a.query : a.key, kKeys ? g.grad_out : a.value,
+                                (int)a.head_dim, (int)a.value_dim, at.b, piece);
   typename F::At before = turn;
 #pragma unroll 1
   for (bool later = false; !at.done(); at.next<F>(a), later = true) {
     const int64_t other0 = (int64_t)at.tile * F::kOthers;
     const int rows = (int)min_of(F::kOthers, (kKeys ? a.queries : a.keys) - other0);
+    [[maybe_unused]] QueryNumbers raw = {-INFINITY, 0, 0};
+    const auto load_numbers = [&] {
+      if (thread < rows && thread < 64)
+        raw = numbers_at(a, g, (at.b * a.heads + at.h) * a.queries + other0 + thread);
+    };
+    // They are on their way while rows are copied; beside a bias registers are too scarce.
+    if constexpr (kKeys && !F::kBias) load_numbers();
     Tiles::wait_free(turn);
-    copy_tile<F::kOthers, F::kPanels>(first ? F::score_tile(turn) : F::value_tile(turn), others,
-                                      kKeys ? at.h : kv_head(a, at.h), other0, rows);
+    copy_tile<F::kOthers, F::kPanels, F::kCopiers>(
+        first ? F::score_tile(turn) : F::value_tile(turn), others, kKeys ? at.h : kv_head(a, at.h),
+        other0, rows);
     if constexpr (F::kBias) {
       const int own0 = at.own * 16 + (first ? 0 : 64);
       copy_bias(a, at.b, at.h, kKeys ? other0 : own0, kKeys ? own0 : other0,
@@ -258,11 +286,10 @@ DEVICE void produce_others(const Attention& a, const AttentionGrad& g, HopperPla
       copy_wait<1>();
       Tiles::filled(before);
     }
+    if constexpr (kKeys && F::kBias) load_numbers();
     if constexpr (kKeys)
       if (thread < 64) {
-        HopperNumbers numbers = {INFINITY, 0, INFINITY, 0, false};
-        if (thread < rows)
-          numbers = hopper_numbers(a, g, (at.b * a.heads + at.h) * a.queries + other0 + thread);
+        const HopperNumbers numbers = hopper_numbers(raw);
         const Address to = F::numbers(turn) + (Address)(4 * thread);
         store_shared(to, numbers.level);
         store_shared(to + 256, numbers.delta);

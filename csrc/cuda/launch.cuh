@@ -51,6 +51,11 @@ const char* launch(void (*kernel)(Parameters...), Grid grid, int threads, int sh
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, parameters...);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
+// Zeros for memory of the device.
+inline const char* clear(void* to, int64_t bytes, Stream stream) {
+  const cudaError_t error = cudaMemsetAsync(to, 0, (size_t)bytes, (cudaStream_t)stream);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
 // Multiprocessors of the current device.
 inline int64_t processors() {
   int device = 0, count = 1;
@@ -62,6 +67,10 @@ inline int64_t processors() {
 #define LAUNCH_BOUNDS(threads, blocks)
 inline int64_t processors() { return emulator::processors(); }
 inline bool on_hopper() { return emulator::is_hopper(); }
+inline const char* clear(void* to, int64_t bytes, Stream) {
+  __builtin_memset(to, 0, (size_t)bytes);
+  return nullptr;
+}
 template <class... Parameters>
 const char* launch(void (*kernel)(Parameters...), Grid grid, int threads, int shared_bytes, Stream,
                    const Parameters&... parameters) {

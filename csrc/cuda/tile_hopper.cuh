@@ -105,6 +105,60 @@ DEVICE void pin(uint32_t (&x)[kSteps][4]) {
     for (int e = 0; e < 4; e++) asm volatile("" : "+r"(x[j][e])::"memory");
 }
 
+// Four 8 x 8 matrices of 16-bit elements to shared memory, as load_matrices reads them.
+DEVICE void store_matrices(Address row, const uint32_t (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_window() + row),
+               "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+               : "memory");
+}
+
+// kBytes from shared memory to numbers of the device, both at multiples of 16 bytes: in place of
+// what is there, or added to it. They are asynchronous: what they read may be written over after
+// wait_numbers_read, and what they write is there, for this thread, after wait_numbers. What they
+// read must have been written before a fence_products of who wrote it, and a barrier.
+template <int kBytes>
+DEVICE void store_numbers(float* to, Address from) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
+                   __cvta_generic_to_global(to)),
+               "r"(shared_window() + from), "n"(kBytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+template <int kBytes>
+DEVICE void add_numbers(float* to, Address from) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                   __cvta_generic_to_global(to)),
+               "r"(shared_window() + from), "n"(kBytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+DEVICE void wait_numbers_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+DEVICE void wait_numbers() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Words of the device that blocks of threads tell each other by: who sees one, with wait_signal,
+// sees also what the thread that gave it had written, or waited for, before. Only a block that
+// took its number earlier may be waited for: that one runs.
+DEVICE uint32_t take_number(uint32_t* counter) { return atomicAdd(counter, 1u); }
+DEVICE void give_signal(uint32_t* at, uint32_t value) {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(at)), "r"(value)
+               : "memory");
+}
+// Until reached(value) says so.
+template <class Reached>
+DEVICE uint32_t wait_signal(const uint32_t* at, const Reached& reached) {
+  uint32_t value;
+  do {
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+                 : "=r"(value)
+                 : "l"(__cvta_generic_to_global(at))
+                 : "memory");
+  } while (!reached(value));
+  asm volatile("fence.acq_rel.gpu;\nfence.proxy.async.global;" ::: "memory");
+  return value;
+}
+
 // Nothing; but the assembler cannot move a wait for products before what x comes from. x must not
 // be the NaN with these bits, which no arithmetic gives.
 DEVICE void settle(float x) {
@@ -119,12 +173,14 @@ DEVICE void settle(float x) {
 }
 
 // c[64 x 8 kColumns] = a[64 x 16] b[16 x 8 kColumns], or += with `add`. Warp w of the warpgroup has
-// rows 16 w to 16 w + 15 of a (in registers) and c as in multiply_add; kAcross: see above, of b.
+// rows 16 w to 16 w + 15 of a (in registers) and c as in multiply_add; kAcross: see above, of b;
+// kLeftAcross: of a, whose columns are then the rows of c.
 #define MHA_EXT_C4(c, j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
 #define MHA_EXT_C16(c, j) \
   MHA_EXT_C4(c, j), MHA_EXT_C4(c, j + 1), MHA_EXT_C4(c, j + 2), MHA_EXT_C4(c, j + 3)
 #define MHA_EXT_C32(c) MHA_EXT_C16(c, 0), MHA_EXT_C16(c, 4)
 #define MHA_EXT_C64(c) MHA_EXT_C32(c), MHA_EXT_C16(c, 8), MHA_EXT_C16(c, 12)
+#define MHA_EXT_D16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define MHA_EXT_D32                                                                       \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
   "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -132,13 +188,13 @@ DEVICE void settle(float x) {
   MHA_EXT_D32                                                                                    \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define MHA_EXT_SHARED(type, n, names, outputs, a0, a1, a2, a3)                                    \
+#define MHA_EXT_SHARED(type, n, names, outputs, a0, a1, a2, a3, a4)                                \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" a2                                         \
                ", 0;\n"                                                                            \
                "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" names "}, %" a0 \
-               ", %" a1 ", add, 1, 1, 0, %" a3 ";\n}"                                              \
+               ", %" a1 ", add, 1, 1, %" a4 ", %" a3 ";\n}"                                        \
                : outputs                                                                           \
-               : "l"(a), "l"(b), "r"((int)add), "n"(kAcross ? 1 : 0))
+               : "l"(a), "l"(b), "r"((int)add), "n"(kAcross ? 1 : 0), "n"(kLeftAcross ? 1 : 0))
 #define MHA_EXT_REGISTERS(type, n, names, outputs, x0, x1, x2, x3, b0, a0, t0)            \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" a0                                \
                ", 0;\n"                                                                   \
@@ -148,13 +204,17 @@ DEVICE void settle(float x) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add),       \
                  "n"(kAcross ? 1 : 0))
 #define MHA_EXT_PRODUCTS(S, type)                                                                  \
-  template <bool kAcross>                                                                          \
-  DEVICE void multiply_group(S, float (&c)[8][4], Operand a, Operand b, bool add) {                \
-    MHA_EXT_SHARED(type, "64", MHA_EXT_D32, MHA_EXT_C32(c), "32", "33", "34", "35");               \
+  template <bool kAcross, bool kLeftAcross = false>                                                \
+  DEVICE void multiply_group(S, float (&c)[4][4], Operand a, Operand b, bool add) {                \
+    MHA_EXT_SHARED(type, "32", MHA_EXT_D16, MHA_EXT_C16(c, 0), "16", "17", "18", "19", "20");      \
   }                                                                                                \
-  template <bool kAcross>                                                                          \
+  template <bool kAcross, bool kLeftAcross = false>                                                \
+  DEVICE void multiply_group(S, float (&c)[8][4], Operand a, Operand b, bool add) {                \
+    MHA_EXT_SHARED(type, "64", MHA_EXT_D32, MHA_EXT_C32(c), "32", "33", "34", "35", "36");         \
+  }                                                                                                \
+  template <bool kAcross, bool kLeftAcross = false>                                                \
   DEVICE void multiply_group(S, float (&c)[16][4], Operand a, Operand b, bool add) {               \
-    MHA_EXT_SHARED(type, "128", MHA_EXT_D64, MHA_EXT_C64(c), "64", "65", "66", "67");              \
+    MHA_EXT_SHARED(type, "128", MHA_EXT_D64, MHA_EXT_C64(c), "64", "65", "66", "67", "68");        \
   }                                                                                                \
   template <bool kAcross>                                                                          \
   DEVICE void multiply_group(S, float (&c)[8][4], const uint32_t (&a)[4], Operand b, bool add) {   \

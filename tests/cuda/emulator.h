@@ -111,7 +111,7 @@ void set_registers(int count, bool more);
 struct GroupProduct {
   uint64_t a, b;  // operands
   int columns;
-  bool in_registers, across, add;
+  bool in_registers, across, left_across, add;
   float (*widen)(uint16_t);
   bool operator==(const GroupProduct&) const = default;
 };
@@ -119,6 +119,11 @@ void begin_products();
 void commit_products();
 void issue_product(const GroupProduct& what, float* c, const uint32_t* a);
 void wait_products(int latest);
+// Numbers of shared memory on their way to the device: read when a thread waits for that, there
+// when it waits for all.
+void send_numbers(float* to, uint32_t from, int bytes, bool add);
+void wait_numbers(bool all);
+void check_numbers_sent();
 
 }  // namespace emulator
 

@@ -52,6 +52,14 @@ struct GroupThread {
   bool begun;
   std::vector<uint32_t> unfenced;  // cells written since the last fence
   uint32_t registers;
+  struct Sent {
+    float* to;
+    uint32_t from;
+    int bytes;
+    bool add;
+    std::vector<float> read;  // once it is
+  };
+  std::vector<Sent> sent;
 };
 struct Hopper {
   bool clocked = false;  // since the first use of what is here, in any block of a launch
@@ -133,6 +141,7 @@ void hopper_exit() {
   if (!hopper.clocked) return;
   const GroupThread& t = hopper.threads[m.running];
   if (t.issued != t.waited) fail("a thread left with products under way");
+  if (!t.sent.empty()) fail("a thread left with numbers on their way");
 }
 
 void make_ready(int thread) {
@@ -234,10 +243,11 @@ uint32_t element_address(uint64_t operand, bool across, int line, int k) {
              : start + line / 8 * groups + line % 8 * 128 + k * 2;
   return (linear ^ (linear >> 7 & 7) << 4) - kWindow;
 }
-void check_operand(uint64_t operand, bool across) {
+void check_operand(uint64_t operand, bool across, int columns) {
   const uint32_t start = (uint32_t)(operand & 0x3fff) << 4;
   if (operand >> 62 != 1) fail("an operand is not in pieces of 128 bytes");
-  if (start >> 7 & 7 || (across && start & 127) || (start & 127) % 32)
+  if (start >> 7 & 7 || (across && (start & 127) + std::min(2 * columns, 128) > 128) ||
+      (start & 127) % 32)
     fail("an operand begins at %u: its panel is not at a multiple of 1024", start - kWindow);
 }
 void read_element(int group, GroupIssue& issue, uint32_t at) {
@@ -263,7 +273,8 @@ void each_element(const GroupProduct& p, const Visit& visit) {
   for (int k = 0; k < 16; k++) {
     for (int n = 0; n < p.columns; n++) visit(true, n, k, element_address(p.b, p.across, n, k));
     if (!p.in_registers)
-      for (int row = 0; row < 64; row++) visit(false, row, k, element_address(p.a, false, row, k));
+      for (int row = 0; row < 64; row++)
+        visit(false, row, k, element_address(p.a, p.left_across, row, k));
   }
 }
 
@@ -393,10 +404,12 @@ void set_registers(int count, bool more) {
   GroupThread& thread = hopper.threads[m.running];
   if (more ? (uint32_t)count < thread.registers : (uint32_t)count > thread.registers)
     fail("%d registers, from %u", count, thread.registers);
+  // No more than the block had when it was launched.
+  const uint32_t most = std::min(65536u / (uint32_t)m.count / 8 * 8, 256u) * (uint32_t)m.count;
   sleep_until([&] {
     uint32_t all = (uint32_t)count - thread.registers;
     for (const GroupThread& other : hopper.threads) all += other.registers;
-    return all <= 65536;
+    return all <= most;
   });
   thread.registers = (uint32_t)count;
   wake_all();
@@ -420,8 +433,8 @@ void issue_product(const GroupProduct& what, float* c, const uint32_t* a) {
   if (!thread.begun) fail("a product without begin_products");
   const size_t at = thread.issued - group.first;
   if (at == group.issues.size()) {
-    check_operand(what.b, what.across);
-    if (!what.in_registers) check_operand(what.a, false);
+    check_operand(what.b, what.across, what.columns);
+    if (!what.in_registers) check_operand(what.a, what.left_across, 64);
     group.issues.emplace_back();
     group.issues[at].what = what;
     group.issues[at].number = thread.issued;
@@ -479,6 +492,42 @@ void wait_products(int latest) {
   uint32_t& known = hopper.known[m.running][m.count + number];
   known = std::max(known, (uint32_t)end);
   for (; !group.issues.empty() && !group.issues[0].left; group.first++) group.issues.pop_front();
+}
+
+void send_numbers(float* to, uint32_t from, int bytes, bool add) {
+  use_hopper();
+  if (from % 16 || bytes % 16 || (uintptr_t)to % 16 || from + (int64_t)bytes > shared.size)
+    fail("%d bytes of numbers from %u", bytes, from);
+  GroupThread& thread = hopper.threads[m.running];
+  if (m.watched)
+    for (uint32_t i = from / 2; i < (from + bytes) / 2; i++) {
+      const Cell& c = m.cells[i];
+      if (c.written >= m.first_epoch && c.writer >= 0 &&
+          (c.fenced == 0 ||
+           (c.fence_epoch == m.epoch && hopper.known[m.running][c.writer] < c.fenced)))
+        fail(
+            "numbers are sent from shared byte %u, which thread %d wrote: no fence_products "
+            "follows",
+            i * 2, c.writer);
+    }
+  thread.sent.push_back({to, from, bytes, add, {}});
+}
+void wait_numbers(bool all) {
+  use_hopper();
+  GroupThread& thread = hopper.threads[m.running];
+  for (auto& sent : thread.sent) {
+    if (sent.read.empty())
+      for (int i = 0; i < sent.bytes / 4; i++)
+        sent.read.push_back(read_shared<float>(sent.from + 4 * (uint32_t)i));
+    if (!all) continue;
+    for (size_t i = 0; i < sent.read.size(); i++)
+      sent.to[i] = sent.add ? sent.to[i] + sent.read[i] : sent.read[i];
+  }
+  if (all) thread.sent.clear();
+}
+void check_numbers_sent() {
+  if (hopper.clocked && !hopper.threads[m.running].sent.empty())
+    fail("a signal is given before numbers have arrived");
 }
 
 }  // namespace emulator

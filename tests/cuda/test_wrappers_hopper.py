@@ -20,7 +20,9 @@ import cuda_toolkit  # noqa: E402
 
 SOURCE = emulated.HERE / "wrappers_hopper.cu"
 DTYPES = (torch.bfloat16, torch.float16)
+FORMS = (*range(8), 8, 10, 12, 14)
 TILES = 5
+CHAIN = 16
 
 # run(form, a, b, c, seed) changes c; an error is raised as RuntimeError.
 Run = Callable[[int, Tensor, Tensor, Tensor, int], None]
@@ -101,10 +103,11 @@ def whole(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32)
 
 def check_product(run: Run, form: int, dtype: torch.dtype, seed: int) -> None:
     """c += 2 a b, exactly."""
-    columns, across = 128 if form & 4 else 64, bool(form & 2)
+    columns, across, left_across = 128 if form & 4 else 64, bool(form & 2), bool(form & 8)
     a, c = whole((128, 128), seed, dtype), whole((64, columns), seed + 1)
     b = whole((128, columns) if across else (columns, 128), seed + 2, dtype)
-    wanted = c + 2 * a[64:].float() @ (b if across else b.T).float()
+    left = a[:, 64:].T if left_across else a[64:]
+    wanted = c + 2 * left.float() @ (b if across else b.T).float()
     run(form, a, b, c, seed)
     assert torch.equal(c, wanted), "wrong numbers"
 
@@ -117,7 +120,27 @@ def check_pipeline(run: Run, seed: int) -> None:
     assert torch.equal(c, product - product.flip(0)), "wrong numbers"
 
 
-@pytest.mark.parametrize("form", range(8))
+def check_chain(run: Run, blocks: int, seed: int) -> None:
+    """Sums in the order of the blocks' numbers, to the bit; what stores the matrices turns rows of
+    eight lanes into matrices."""
+    rng = torch.Generator().manual_seed(seed)
+    b = torch.randn(blocks, 8, 64, generator=rng)
+    words, c = torch.zeros(1 + blocks + 3, dtype=torch.int32), torch.full((8, 64), torch.nan)
+    wanted = torch.zeros(512)
+    for piece in b.reshape(blocks, 512):
+        wanted = piece + wanted
+    # Lane l has word 32 i + l of each 128: matrix i has it in row l / 4, column pair l % 4.
+    run(CHAIN + blocks, words, b, c, seed)
+    assert torch.equal(c.reshape(512), wanted), "wrong numbers"
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7])
+def test_chain(blocks: int, host: Run) -> None:
+    for seed in range(6):
+        check_chain(host, blocks, seed)
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products(form: int, dtype: torch.dtype, host: Run) -> None:
     check_product(host, form, dtype, form)
@@ -205,6 +228,28 @@ MUTATIONS = {
     "no barrier in the exchange": (OWN, "sync_some(3, 2 * kGroup);", "", "no barrier is between"),
     "a barrier of too many": (OWN, "arrive_some(3, 2 * kGroup);", "arrive_some(3, 3 * kGroup);", "and of"),
     "too many registers": (OWN, "take_registers<232>", "take_registers<240>", "deadlock"),
+    "numbers without a fence": (
+        OWN,
+        "fence_products();\n  sync_block();\n  if (thread_id() == 0) {\n    if",
+        "sync_block();\n  if (thread_id() == 0) {\n    if",
+        "no fence_products",
+    ),
+    "numbers without a barrier": (
+        OWN,
+        "fence_products();\n  sync_block();\n  if (thread_id() == 0) {\n    if",
+        "fence_products();\n  if (thread_id() == 0) {\n    if",
+        "no barrier is between|no fence_products",
+    ),
+    "numbers not read": (OWN, "wait_numbers_read();\n    store", "store", "wrong"),
+    "a signal before the numbers": (OWN, "wait_numbers();\n    give", "give", "signal is given"),
+    "no signal": (OWN, "give_signal(words + n + 1, n + 1);", "", "does not run"),
+    "a signal of a later block": (
+        OWN,
+        "take_number(words)",
+        "(uint32_t)(gridDim.x - 1 - take_number(words))",
+        "does not run",
+    ),
+    "left not across": (OWN, "multiply_group<kAcross, true>", "multiply_group<kAcross, false>", "wrong|1024"),
     "step of panels": (HOPPER, "(panels >> 4)", "(panels >> 5)", "wrong|shared memory"),
     "swizzle": (HOPPER, "((piece & 7) ^ (row & 7))", "(piece & 7)", "wrong"),
     "step of the rows": (HOPPER, "(k & 3) * 32", "(k & 3) * 64", "wrong|1024|shared memory"),
@@ -231,17 +276,23 @@ def test_mutations(name: str, machine: Path, tmp_path: Path) -> None:
     run = on_the_host(tmp_path / "hopper.so", machine, kernels / OWN, kernels)
     with pytest.raises((RuntimeError, AssertionError), match=tells) as caught:
         for seed in range(6):
-            for form in range(8):
+            for form in FORMS:
                 check_product(run, form, torch.bfloat16, seed)
             check_pipeline(run, seed)
+            check_chain(run, 3, seed)
     assert caught.value
 
 
-@pytest.mark.parametrize("form", range(8))
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_on_a_gpu(form: int, dtype: torch.dtype, gpu: Run) -> None:
     for seed in range(4):
         check_product(gpu, form, dtype, seed)
+
+
+def test_chain_on_a_gpu(gpu: Run) -> None:
+    for seed in range(4):
+        check_chain(gpu, 300, seed)
 
 
 def test_pipeline_on_a_gpu(gpu: Run) -> None:

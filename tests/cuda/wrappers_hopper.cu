@@ -25,9 +25,10 @@ DEVICE void each_sum(const Visit& visit) {
     for (int e = 0; e < 4; e++) visit(j, e, row + e / 2 * 8, 8 * j + pair + e % 2);
 }
 
-// c += 2 a b, of rows 64 to 127 of a [128, kDeep], and b [kColumns, kDeep] or kAcross its
-// transpose.
-template <class S, int kColumns, bool kAcross, bool kRegisters>
+// c += 2 a b, of rows 64 to 127 of a [128, kDeep], or of the transpose of a, and b [kColumns,
+// kDeep] or kAcross its transpose.
+enum class Left { kShared, kRegisters, kAcross };
+template <class S, int kColumns, bool kAcross, Left kLeft>
 __global__ void LAUNCH_BOUNDS(kGroup, 1)
     product_kernel(const uint16_t* a, const uint16_t* b, float* c) {
   constexpr int kRight = kAcross ? kDeep : kColumns;  // rows of b
@@ -47,7 +48,7 @@ __global__ void LAUNCH_BOUNDS(kGroup, 1)
       const int row = 64 + warp_id() * 16 + lane_id() / 4 + i % 2 * 8;
       x[k][i] = *(const uint32_t*)(a + row * kDeep + 16 * k + lane_id() % 4 * 2 + i / 2 * 8);
     }
-  const Operand x0 = operand(64 * kPanelBytes, 128 * kPanelBytes);
+  const Operand x0 = operand((kLeft == Left::kAcross ? 128 : 64) * kPanelBytes, 128 * kPanelBytes);
   const Operand y = operand(kAt, kRight * kPanelBytes);
   for (int twice = 0; twice < 2; twice++) {
     pin(sum);
@@ -56,8 +57,10 @@ __global__ void LAUNCH_BOUNDS(kGroup, 1)
 #pragma unroll
     for (int k = 0; k < kDeep / 16; k++) {
       const Operand right = kAcross ? across(y, k) : along<kRight>(y, k);
-      if constexpr (kRegisters)
+      if constexpr (kLeft == Left::kRegisters)
         multiply_group<kAcross>(S{}, sum, x[k], right, true);
+      else if constexpr (kLeft == Left::kAcross)
+        multiply_group<kAcross, true>(S{}, sum, across(x0, k), right, true);
       else
         multiply_group<kAcross>(S{}, sum, along<128>(x0, k), right, true);
     }
@@ -147,38 +150,85 @@ __global__ void LAUNCH_BOUNDS(3 * kGroup, 1)
     use(tiles, c);
 }
 
-template <class S, int kColumns, bool kAcross, bool kRegisters>
+// c [8, kChained] in order of the blocks' numbers: the sum of b [blocks, 8, kChained]. words: the
+// next number, and a signal for each block. Numbers go through registers, as matrices, where they
+// are pairs of halves.
+constexpr int kChained = 64, kChainBytes = 8 * kChained * 4;
+__global__ void LAUNCH_BOUNDS(kWarp, 1) chain_kernel(uint32_t* words, const uint16_t* b, float* c) {
+  constexpr Address kNumber = kChainBytes, kMatrices = 0;
+  if (thread_id() == 0) store_shared(kNumber, take_number(words));
+  sync_block();
+  const uint32_t n = load_shared<uint32_t>(kNumber);
+  const int lane = lane_id();
+#pragma unroll 1
+  for (int group = 0; group < kChainBytes / 512; group++) {
+    uint32_t four[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      four[i] = ((const uint32_t*)b)[n * (kChainBytes / 4) + group * 128 + 32 * i + lane];
+    store_matrices(kMatrices + (Address)(512 * group + 16 * lane), four);
+  }
+  fence_products();
+  sync_block();
+  if (thread_id() == 0) {
+    if (n > 0) wait_signal(words + n, [&](uint32_t value) { return value == n; });
+    if (n > 0)
+      add_numbers<kChainBytes>(c, 0);
+    else
+      store_numbers<kChainBytes>(c, 0);
+    wait_numbers_read();
+    store_shared(0, 0.0f);
+    wait_numbers();
+    give_signal(words + n + 1, n + 1);
+  }
+}
+
+template <class S, int kColumns, bool kAcross, Left kLeft>
 const char* product(const uint16_t* a, const uint16_t* b, float* c) {
-  return launch(product_kernel<S, kColumns, kAcross, kRegisters>, Grid{1, 1}, kGroup,
+  return launch(product_kernel<S, kColumns, kAcross, kLeft>, Grid{1, 1}, kGroup,
                 (128 + kColumns) * kDeep * 2, nullptr, a, b, c);
 }
 template <class S>
 const char* product(int form, const uint16_t* a, const uint16_t* b, float* c) {
   switch (form) {
     case 0:
-      return product<S, 64, false, false>(a, b, c);
+      return product<S, 64, false, Left::kShared>(a, b, c);
     case 1:
-      return product<S, 64, false, true>(a, b, c);
+      return product<S, 64, false, Left::kRegisters>(a, b, c);
     case 2:
-      return product<S, 64, true, false>(a, b, c);
+      return product<S, 64, true, Left::kShared>(a, b, c);
     case 3:
-      return product<S, 64, true, true>(a, b, c);
+      return product<S, 64, true, Left::kRegisters>(a, b, c);
     case 4:
-      return product<S, 128, false, false>(a, b, c);
+      return product<S, 128, false, Left::kShared>(a, b, c);
     case 5:
-      return product<S, 128, false, true>(a, b, c);
+      return product<S, 128, false, Left::kRegisters>(a, b, c);
     case 6:
-      return product<S, 128, true, false>(a, b, c);
+      return product<S, 128, true, Left::kShared>(a, b, c);
     case 7:
-      return product<S, 128, true, true>(a, b, c);
+      return product<S, 128, true, Left::kRegisters>(a, b, c);
+    case 8:
+      return product<S, 64, false, Left::kAcross>(a, b, c);
+    case 10:
+      return product<S, 64, true, Left::kAcross>(a, b, c);
+    case 12:
+      return product<S, 128, false, Left::kAcross>(a, b, c);
+    case 14:
+      return product<S, 128, true, Left::kAcross>(a, b, c);
   }
   return "no such product";
 }
-// Forms 0 to 7 are products (1: a in registers, 2: across, 4: 128 columns), others -tiles.
-const char* run(int form, int half, const uint16_t* a, const uint16_t* b, float* c) {
+// Forms below 16 are products (1: a in registers, 2: b across, 4: 128 columns, 8: a across), from
+// there on 16 + the blocks of a chain, others -tiles.
+const char* run(int form, int half, uint16_t* a, const uint16_t* b, float* c) {
+  if (form >= 16)
+    return launch(chain_kernel, Grid{form - 16, 1}, kWarp, kChainBytes + 4, nullptr, (uint32_t*)a,
+                  b, c);
   if (form < 0)
-    return launch(pipeline_kernel, Grid{1, 1}, 3 * kGroup, kPipelineBytes, nullptr, a, b, c, -form);
-  return half ? product<Float16>(form, a, b, c) : product<BFloat16>(form, a, b, c);
+    return launch(pipeline_kernel, Grid{1, 1}, 3 * kGroup, kPipelineBytes, nullptr,
+                  (const uint16_t*)a, b, c, -form);
+  const uint16_t* left = a;
+  return half ? product<Float16>(form, left, b, c) : product<BFloat16>(form, left, b, c);
 }
 
 }  // namespace
@@ -200,8 +250,8 @@ const char* run_hopper(int form, int half, const void* a, const void* b, void* c
   move(there_b, b, b_bytes, cudaMemcpyHostToDevice);
   move(there_c, c, c_bytes, cudaMemcpyHostToDevice);
   if (error == cudaSuccess) {
-    const char* refused = mha_ext::cuda::run(form, half, (const uint16_t*)there,
-                                             (const uint16_t*)there_b, (float*)there_c);
+    const char* refused =
+        mha_ext::cuda::run(form, half, (uint16_t*)there, (const uint16_t*)there_b, (float*)there_c);
     if (refused) return refused;
   }
   move(c, there_c, c_bytes, cudaMemcpyDeviceToHost);
@@ -209,9 +259,9 @@ const char* run_hopper(int form, int half, const void* a, const void* b, void* c
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 #else
-const char* run_hopper(int form, int half, const void* a, const void* b, void* c, int64_t, int64_t,
+const char* run_hopper(int form, int half, void* a, const void* b, void* c, int64_t, int64_t,
                        int64_t) {
-  return mha_ext::cuda::run(form, half, (const uint16_t*)a, (const uint16_t*)b, (float*)c);
+  return mha_ext::cuda::run(form, half, (uint16_t*)a, (const uint16_t*)b, (float*)c);
 }
 void start_hopper(uint64_t seed) {
   emulator::Options options;
