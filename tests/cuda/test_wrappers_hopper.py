@@ -20,9 +20,9 @@ import cuda_toolkit  # noqa: E402
 
 SOURCE = emulated.HERE / "wrappers_hopper.cu"
 DTYPES = (torch.bfloat16, torch.float16)
-FORMS = (*range(8), 8, 10, 12, 14)
+FORMS = (*range(8), 8, 10, 12, 14, 26)
 TILES = 5
-CHAIN = 16
+CHAIN = 32
 
 # run(form, a, b, c, seed) changes c; an error is raised as RuntimeError.
 Run = Callable[[int, Tensor, Tensor, Tensor, int], None]
@@ -103,11 +103,13 @@ def whole(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32)
 
 def check_product(run: Run, form: int, dtype: torch.dtype, seed: int) -> None:
     """c += 2 a b, exactly."""
-    columns, across, left_across = 128 if form & 4 else 64, bool(form & 2), bool(form & 8)
+    across, left_across = bool(form & 2), bool(form & 8)
+    columns = 32 if form & 16 else 128 if form & 4 else 64
+    held = max(columns, 64)  # of b
     a, c = whole((128, 128), seed, dtype), whole((64, columns), seed + 1)
-    b = whole((128, columns) if across else (columns, 128), seed + 2, dtype)
+    b = whole((128, held) if across else (held, 128), seed + 2, dtype)
     left = a[:, 64:].T if left_across else a[64:]
-    wanted = c + 2 * left.float() @ (b if across else b.T).float()
+    wanted = c + 2 * (left.float() @ (b if across else b.T).float())[:, -columns:]
     run(form, a, b, c, seed)
     assert torch.equal(c, wanted), "wrong numbers"
 
@@ -249,6 +251,7 @@ MUTATIONS = {
         "(uint32_t)(gridDim.x - 1 - take_number(words))",
         "does not run",
     ),
+    "half a panel": (OWN, "operand(kAt + (kColumns < 64 ? 64 : 0)", "operand(kAt + (kColumns < 64 ? 96 : 0)", "1024"),
     "left not across": (OWN, "multiply_group<kAcross, true>", "multiply_group<kAcross, false>", "wrong|1024"),
     "step of panels": (HOPPER, "(panels >> 4)", "(panels >> 5)", "wrong|shared memory"),
     "swizzle": (HOPPER, "((piece & 7) ^ (row & 7))", "(piece & 7)", "wrong"),

@@ -26,7 +26,7 @@ DEVICE void each_sum(const Visit& visit) {
 }
 
 // c += 2 a b, of rows 64 to 127 of a [128, kDeep], or of the transpose of a, and b [kColumns,
-// kDeep] or kAcross its transpose.
+// kDeep] or kAcross its transpose; of that, 32 columns are the second half of 64.
 enum class Left { kShared, kRegisters, kAcross };
 template <class S, int kColumns, bool kAcross, Left kLeft>
 __global__ void LAUNCH_BOUNDS(kGroup, 1)
@@ -34,7 +34,7 @@ __global__ void LAUNCH_BOUNDS(kGroup, 1)
   constexpr int kRight = kAcross ? kDeep : kColumns;  // rows of b
   constexpr Address kAt = 128 * kDeep * 2;
   fill<128>(0, a, kDeep);
-  fill<kRight>(kAt, b, kAcross ? kColumns : kDeep);
+  fill<kRight>(kAt, b, !kAcross ? kDeep : kColumns < 64 ? 64 : kColumns);
   fence_products();
   sync_block();
   float sum[kColumns / 8][4];
@@ -49,7 +49,7 @@ __global__ void LAUNCH_BOUNDS(kGroup, 1)
       x[k][i] = *(const uint32_t*)(a + row * kDeep + 16 * k + lane_id() % 4 * 2 + i / 2 * 8);
     }
   const Operand x0 = operand((kLeft == Left::kAcross ? 128 : 64) * kPanelBytes, 128 * kPanelBytes);
-  const Operand y = operand(kAt, kRight * kPanelBytes);
+  const Operand y = operand(kAt + (kColumns < 64 ? 64 : 0), kRight * kPanelBytes);
   for (int twice = 0; twice < 2; twice++) {
     pin(sum);
     pin(x);
@@ -186,7 +186,7 @@ __global__ void LAUNCH_BOUNDS(kWarp, 1) chain_kernel(uint32_t* words, const uint
 template <class S, int kColumns, bool kAcross, Left kLeft>
 const char* product(const uint16_t* a, const uint16_t* b, float* c) {
   return launch(product_kernel<S, kColumns, kAcross, kLeft>, Grid{1, 1}, kGroup,
-                (128 + kColumns) * kDeep * 2, nullptr, a, b, c);
+                (128 + (kColumns < 64 ? 64 : kColumns)) * kDeep * 2, nullptr, a, b, c);
 }
 template <class S>
 const char* product(int form, const uint16_t* a, const uint16_t* b, float* c) {
@@ -215,14 +215,16 @@ const char* product(int form, const uint16_t* a, const uint16_t* b, float* c) {
       return product<S, 128, false, Left::kAcross>(a, b, c);
     case 14:
       return product<S, 128, true, Left::kAcross>(a, b, c);
+    case 26:
+      return product<S, 32, true, Left::kAcross>(a, b, c);
   }
   return "no such product";
 }
-// Forms below 16 are products (1: a in registers, 2: b across, 4: 128 columns, 8: a across), from
-// there on 16 + the blocks of a chain, others -tiles.
+// Forms below 32 are products (1: a in registers, 2: b across, 4: 128 columns, 8: a across, 16: 32
+// columns), from there on 32 + the blocks of a chain, others -tiles.
 const char* run(int form, int half, uint16_t* a, const uint16_t* b, float* c) {
-  if (form >= 16)
-    return launch(chain_kernel, Grid{form - 16, 1}, kWarp, kChainBytes + 4, nullptr, (uint32_t*)a,
+  if (form >= 32)
+    return launch(chain_kernel, Grid{form - 32, 1}, kWarp, kChainBytes + 4, nullptr, (uint32_t*)a,
                   b, c);
   if (form < 0)
     return launch(pipeline_kernel, Grid{1, 1}, 3 * kGroup, kPipelineBytes, nullptr,
