@@ -213,7 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, RuntimeError):
             if not any(words in line for words in ("allocate", "out of memory", "overflow")):
                 raise
-            line = f"the tensors do not fit into memory; choose a smaller shape ({line[-100:]})"
+            end = line[-100:] if len(line) <= 100 else line[-100:].partition(" ")[2]  # whole words
+            line = f"the tensors do not fit into memory; choose a smaller shape ({end})"
         print(f"mha-ext {arguments.command}: error: {line}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever reads has seen enough, as in `mha-ext info | head -1`

@@ -137,7 +137,7 @@ class KVCache:
                 )
         count = key.shape[2]
         if lengths is not None:
-            _check_lengths(lengths, len(self.lengths), count)
+            check_lengths("new_lengths", lengths, len(self.lengths), count)
         grown = self.lengths + (count if lengths is None else lengths.to(self.lengths))
         same = self._same and lengths is None
         longest = self.longest + count
@@ -180,7 +180,7 @@ class KVCache:
             TypeError, ValueError: where ``lengths`` is not an integer of at least 0, or an integer tensor [B].
         """
         if isinstance(lengths, Tensor):
-            _check_lengths(lengths, len(self.lengths), None, "lengths")
+            check_lengths("lengths", lengths, len(self.lengths))
             lengths = lengths.to(self.lengths)
             self.lengths = torch.minimum(self.lengths, lengths.clamp_min(0))
             self.longest, self._same = self._longest_of(self.lengths, self.longest), False
@@ -209,20 +209,13 @@ class KVCache:
         Raises:
             TypeError, ValueError, IndexError: where ``indices`` is not an integer tensor [n] of sequences.
         """
-        _check_lengths(
-            indices,
-            len(indices) if isinstance(indices, Tensor) and indices.dim() else 0,
-            None,
-            "indices",
-        )
+        _check_indices(indices, len(self.lengths))
         self.key, self.value = self.key[indices], self.value[indices]
         self.lengths = self.lengths[indices]
         self.longest = self._longest_of(self.lengths, self.longest)
 
 
-def _check_lengths(
-    lengths: Tensor, batch: int, count: int | None, name: str = "new_lengths"
-) -> None:
+def check_lengths(name: str, lengths: object, batch: int, count: int | None = None) -> None:
     """Raises unless they are integers [batch], from 0 to ``count`` where that can be seen without waiting."""
     if not isinstance(lengths, Tensor):
         raise TypeError(
@@ -238,6 +231,25 @@ def _check_lengths(
     if int(lengths.min()) < 0 or count is not None and int(lengths.max()) > count:
         allowed = "at least 0" if count is None else f"from 0 to the number of new tokens, {count}"
         raise ValueError(f"{name} must be {allowed}, but are {lengths.tolist()}; clamp them")
+
+
+def _check_indices(indices: object, batch: int) -> None:
+    """Raises unless they are integers [n], of sequences where that can be seen without waiting."""
+    if not isinstance(indices, Tensor):
+        raise TypeError(
+            f"indices must be an integer tensor [n], but is {describe(indices)}; pass torch.tensor(indices)"
+        )
+    if indices.dim() != 1 or indices.is_floating_point() or indices.dtype == torch.bool:
+        raise ValueError(
+            f"indices must be an integer tensor [n], one for each new sequence, but is {indices.dtype} "
+            f"{list(indices.shape)}"
+        )
+    if not indices.is_cpu or not len(indices):
+        return
+    if int(indices.min()) < 0 or int(indices.max()) >= batch:
+        raise IndexError(
+            f"indices must be from 0 to {batch - 1}, sequences of this cache, but are {indices.tolist()}"
+        )
 
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:

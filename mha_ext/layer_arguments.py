@@ -34,13 +34,30 @@ def check_dtype(name: str, tensor: Tensor, projection: nn.Module) -> None:
     """What nn.Linear refuses without a name. What wraps one, or a hook before it, may change dtypes."""
     if type(projection) not in (nn.Linear, FastLinear) or projection._forward_pre_hooks:
         return
-    dtype = projection.weight.dtype
-    if isinstance(tensor, Tensor) and tensor.dtype != dtype:
-        if not torch.is_autocast_enabled(tensor.device.type):
-            raise TypeError(
-                f"{name} must have the layer's dtype {dtype}, not {tensor.dtype}; pass {name}.to({dtype}), or make it "
-                f"layer.to({tensor.dtype})"
-            )
+    weight = projection.weight
+    if not isinstance(tensor, Tensor):
+        return
+    if tensor.device != weight.device:
+        raise ValueError(
+            f"{name} must be on the layer's device {weight.device}, not {tensor.device}; pass "
+            f'{name}.to("{weight.device}"), or move the layer with layer.to("{tensor.device}")'
+        )
+    if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
+        other = f", or make it layer.to({tensor.dtype})"
+        if not tensor.is_floating_point():
+            other = ", or embed the tokens first if they are such"
+        raise TypeError(
+            f"{name} must have the layer's dtype {weight.dtype}, not {tensor.dtype}; pass {name}.to({weight.dtype})"
+            f"{other}"
+        )
+
+
+def check_device(name: str, tensor: Tensor, query: Tensor) -> None:
+    if tensor.device != query.device:
+        raise ValueError(
+            f"{name} must be on query's device {query.device}, not {tensor.device}; pass "
+            f'{name}.to("{query.device}")'
+        )
 
 
 def check_rotary(rotary_base: object, head_dim: int) -> None:
@@ -84,6 +101,9 @@ def join_masks(
             f"key_padding_mask must be a bool or integer tensor, not {type(padding).__name__}"
         )
     _check_not_floating("key_padding_mask", padding)
+    check_device("key_padding_mask", padding, query)
+    if mask is not None:
+        check_device("mask", mask, query)
     batch, keys = key.shape[0], past + key.shape[1]
     if padding.shape != (batch, keys):
         raise ValueError(

@@ -17,7 +17,7 @@ from mha_ext.arguments import (
     check_empty_rows,
     check_window,
 )
-from mha_ext.cache import KVCache, check_positions, rotate
+from mha_ext.cache import KVCache, check_lengths, check_positions, rotate
 from mha_ext.functional import (
     attention_with_lse,
     merged_attention,
@@ -25,6 +25,7 @@ from mha_ext.functional import (
     weights_from_lse,
 )
 from mha_ext.layer_arguments import (
+    check_device,
     check_dtype,
     check_positive,
     check_rotary,
@@ -273,6 +274,11 @@ class MultiHeadAttention(nn.Module):
             k = rotate(k, _positions(positions if key is query else None, k), self.rotary_base)
         extension = None
         if cache is not None:
+            if cache.key.dtype != k.dtype and not torch.is_autocast_enabled(k.device.type):
+                raise TypeError(
+                    f"cache must have the layer's dtype {k.dtype}, but has {cache.key.dtype}; make one with "
+                    "KVCache.of(layer, batch, max_length)"
+                )
             extension = cache.extension(k, v, new_lengths)
             k, v, key_lengths = extension[:3]
             causal = "lower_right"
@@ -345,13 +351,18 @@ class MultiHeadAttention(nn.Module):
         cache: KVCache | None,
         new_lengths: Tensor | None,
     ) -> None:
-        if positions is not None and (self.rotary_base is None or not is_self):
-            raise ValueError(
-                "positions must be None without rotary embedding or with a key of its own, but is a tensor; build the "
-                "layer with rotary_base=10000.0"
-            )
         if positions is not None:
+            if self.rotary_base is None:
+                raise ValueError(
+                    "positions must be None without rotary embedding, but is a tensor; build the layer with "
+                    "rotary_base=10000.0"
+                )
+            if not is_self:
+                raise ValueError(
+                    "positions must be None with a key of its own, but is a tensor; they count 0, 1, 2 ... there"
+                )
             check_positions(positions, query.shape[0], query.shape[1])
+            check_device("positions", positions, query)
         if cache is None:
             if new_lengths is not None:
                 raise ValueError(
@@ -381,6 +392,9 @@ class MultiHeadAttention(nn.Module):
                 f"cache must have query's batch size {query.shape[0]}, but has {cache.key.shape[0]}; make one with "
                 "KVCache.of(layer, batch, max_length)"
             )
+        check_device("cache", cache.key, query)
+        if new_lengths is not None:
+            check_lengths("new_lengths", new_lengths, query.shape[0], query.shape[1])
 
     def extra_repr(self) -> str:
         shown = {"embed_dim": self.embed_dim, "num_heads": self.num_heads}

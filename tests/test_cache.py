@@ -173,6 +173,14 @@ def test_errors() -> None:
             ({"cache": {}}, "cache must be a mha_ext.KVCache, not dict"),
             ({"cache": KVCache(3, 2, 6, 6, dtype=DOUBLE)}, "cache must have query's batch size 2"),
             ({"cache": KVCache(2, 4, 6, 6, dtype=DOUBLE)}, r"key must be \[2, 4, 3, 6\]"),
+            (
+                {"cache": KVCache(2, 2, 6, 6)},
+                "cache must have the layer's dtype torch.float64, but",
+            ),
+            (
+                {"cache": KVCache(2, 2, 6, 6, device="meta", dtype=DOUBLE)},
+                "cache must be on query's",
+            ),
         ]
         for options, message in cases:
             with pytest.raises((ValueError, TypeError), match=message):
@@ -195,9 +203,18 @@ def test_errors() -> None:
                 lambda: cache.reorder(torch.tensor([True, False])),
                 "indices must be an integer tensor",
             ),
+            (
+                lambda: cache.reorder([0, 1]),
+                r"indices must be an integer tensor \[n\], but is list",
+            ),  # type: ignore[arg-type]
+            (
+                lambda: cache.reorder(torch.tensor([0, -1])),
+                "indices must be from 0 to 1, sequences",
+            ),
+            (lambda: cache.reorder(torch.tensor([0, 5])), r"but are \[0, 5\]"),
         ]
         for call, message in refused:
-            with pytest.raises((ValueError, TypeError), match=message):
+            with pytest.raises((ValueError, TypeError, IndexError), match=message):
                 call()
         assert cache.lengths.tolist() == [3, 3]
         with pytest.raises(ValueError, match="new_lengths must be None without a cache"):
@@ -214,6 +231,23 @@ def test_errors() -> None:
         mha_ext.MultiHeadAttention(8, 2, rotary_base=True)
     with pytest.raises(ValueError, match="head_dim must be even for rotary embedding, but is 3"):
         mha_ext.rotate(torch.rand(1, 1, 2, 3), torch.arange(2))
+    turned = layer(rotary_base=10000.0)
+    x = torch.randn(2, 3, 24, dtype=DOUBLE)
+    there = torch.arange(3, device="meta")
+    for options, message in (
+        ({"new_lengths": [3, 3]}, r"new_lengths must be an integer tensor \[2\], but is list"),
+        (
+            {"new_lengths": torch.tensor([3, 3, 3])},
+            r"new_lengths must be .* but is torch.int64 \[3\]",
+        ),
+        ({"positions": there}, "positions must be on query's device cpu, not meta"),
+        (
+            {"key": x.clone(), "positions": torch.arange(3), "cache": None},
+            "positions must be None with a key",
+        ),
+    ):
+        with torch.no_grad(), pytest.raises((ValueError, TypeError), match=message):
+            turned(x, **{"cache": KVCache.of(turned, 2, 6), **options})
     x = torch.rand(2, 1, 3, 4)
     for arguments, message in (
         ((x.long(), torch.arange(3)), "x must be a floating tensor"),

@@ -155,6 +155,11 @@ def test_errors() -> None:
     corner = torch.nn.attention.bias.causal_upper_left(5, 5)
     with pytest.raises(ValueError, match="is_causal must be False where attn_mask is a CausalBias"):
         scaled_dot_product_attention(q, q, q, corner, is_causal=True)
+    for mask in (torch.ones(3, 4) > 0, torch.zeros(3, 4)):
+        with pytest.raises(
+            ValueError, match=r"attn_mask must broadcast to .* = \[.*\], but has shape \[3, 4\]"
+        ):
+            scaled_dot_product_attention(q[0], q[0], q[0], mask)
     with pytest.raises(
         TypeError, match=r"attn_mask must be bool, .* but is torch.int64; pass attn_m"
     ):

@@ -229,6 +229,29 @@ def test_module_inputs(
     check(lambda: layer(*inputs, **options), error, words)
 
 
+def test_devices_of_a_layer() -> None:
+    layer = mha_ext.MultiHeadAttention(16, 2)
+    x = torch.randn(2, 5, 16)
+    there = x.to("meta")
+    seen = torch.ones(2, 5, dtype=torch.bool)
+    words = ["layer's device cpu", "not meta", "layer.to("]
+    check(lambda: layer(there), ValueError, ["query", *words])
+    check(lambda: layer(x, there), ValueError, ["key", *words])
+    check(lambda: layer(x, x, there), ValueError, ["value", *words])
+    words = ["query's device cpu", "not meta"]
+    check(
+        lambda: layer(x, key_padding_mask=seen.to("meta")), ValueError, ["key_padding_mask", *words]
+    )
+    square = torch.ones(5, 5, dtype=torch.bool, device="meta")
+    check(lambda: layer(x, mask=square, key_padding_mask=seen), ValueError, ["mask", *words])
+
+
+def test_tokens_in_place_of_their_embeddings() -> None:
+    layer = mha_ext.MultiHeadAttention(16, 2)
+    tokens = torch.zeros(2, 5, 16, dtype=torch.int64)
+    check(lambda: layer(tokens), TypeError, ["query", "torch.float32", "embed the tokens first"])
+
+
 def test_leading_dimensions() -> None:
     """The operators take them for vmap; whoever passes them meant something else."""
     more = QUERY[None]

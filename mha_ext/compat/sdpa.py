@@ -75,8 +75,9 @@ def scaled_dot_product_attention(
             raise TypeError(not_a_tensor(name, tensor))
         if name == "attn_mask":
             if tensor.dtype not in (torch.bool, torch.float32, query.dtype):
+                own = "" if query.dtype == torch.float32 else f"{query.dtype} or "
                 raise TypeError(
-                    f"attn_mask must be bool, {query.dtype} or torch.float32, but is {tensor.dtype}; pass "
+                    f"attn_mask must be bool, {own}torch.float32, but is {tensor.dtype}; pass "
                     "attn_mask.bool() if nonzero means attend, or attn_mask.to(query.dtype) to add it"
                 )
         elif tensor.dim() < 2:
@@ -92,7 +93,17 @@ def scaled_dot_product_attention(
         key, value = (t.repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
     if dropout_p == 1.0:  # nothing is left, and nothing gets a gradient: as behind a mask
         attn_mask, causal, dropout_p = query.new_zeros((1, 1), dtype=torch.bool), False, 0.0
-    pairs = None if attn_mask is None else _four_dims(attn_mask, lead, keep_ones=True)
+    pairs = None
+    if attn_mask is not None:
+        whole = (*lead, query.shape[2], key.shape[2])
+        if attn_mask.dim() > len(whole) or any(
+            size not in (1, of)
+            for size, of in zip(attn_mask.shape, whole[len(whole) - attn_mask.dim() :], strict=True)
+        ):
+            raise ValueError(
+                f"attn_mask must broadcast to [..., L, S] = {list(whole)}, but has shape {list(attn_mask.shape)}"
+            )
+        pairs = _four_dims(attn_mask, lead, keep_ones=True)
     is_mask = pairs is not None and pairs.dtype == torch.bool
     out = attention(
         query,
