@@ -219,8 +219,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_tangent(
     delta_tangent = empty_lse(query);
     set(tangents, &AttentionTangent::delta, delta_tangent, keep);
   }
-  const Tensor scratch =
-      at::empty({backward_scratch_bytes(groups[0], g.groups[0])}, query.options().dtype(at::kByte));
+  const Tensor scratch = at::empty({backward_tangent_scratch_bytes(groups[0], g.groups[0])},
+                                   query.options().dtype(at::kByte));
   const Stream stream = current_stream(query.device());
   for (int64_t i = 0; i < group_count(query); i++)
     check_launch(

@@ -36,14 +36,15 @@ template <class S>
 const char* backward_joint_of(const Attention& a, const AttentionGrad& g, void* scratch,
                               Stream stream);
 inline int64_t joint_width(const Attention& a) { return max_of(a.head_dim, a.value_dim); }
-// Where it was measured to be faster than two kernels; fewer queries are over before its blocks
-// are in step.
+// Where it was measured to be faster than two kernels. Fewer queries are over before its blocks are
+// in step; few keys are few blocks, and of many more keys than queries each block waits for the
+// one behind at every tile.
 inline bool backward_joint_takes(const Attention& a, const AttentionGrad& g) {
   constexpr int64_t kMany = 1024;
   const bool hides = a.mask.data || !hides_nothing(a);
-  return !a.bias.data && a.queries >= kMany && joint_width(a) <= 128 &&
-         (joint_width(a) > 64 || a.dropout.seed || hides) && g.grad_query.data &&
-         (g.grad_key.data || g.grad_value.data);
+  return !a.bias.data && a.queries >= kMany && a.keys >= kMany && a.keys <= 4 * a.queries &&
+         joint_width(a) <= 128 && (joint_width(a) > 64 || a.dropout.seed || hides) &&
+         g.grad_query.data && (g.grad_key.data || g.grad_value.data);
 }
 struct JointScratch {
   int64_t sums, all;  // bytes

@@ -7,6 +7,10 @@ template <>
 const char* backward_hopper_of<Float16>(const Attention& a, const AttentionGrad& g, Stream stream);
 
 template <>
+const char* backward_joint_of<Float16>(const Attention& a, const AttentionGrad& g, void* scratch,
+                                       Stream stream);
+
+template <>
 const char* bias_hopper_of<Float16>(const Attention& a, const AttentionGrad& g,
                                     const BiasPlan& plan, Stream stream);
 

@@ -46,7 +46,8 @@ const char* weights(const Attention& a, const Selection& selected, void* out, St
 // t.out and t.lse.
 const char* forward_tangent(const Attention& a, const AttentionTangent& t, Stream stream);
 // The tangents of what backward gives, to where g says, from scratch memory of
-// backward_scratch_bytes. g.delta is written first, and t.delta if there is room for it.
+// backward_tangent_scratch_bytes. g.delta is written first, and t.delta if there is room for it.
+int64_t backward_tangent_scratch_bytes(const Attention& a, const AttentionGrad& g);
 const char* backward_tangent(const Attention& a, const AttentionGrad& g, const AttentionTangent& t,
                              void* scratch, Stream stream);
 

@@ -50,6 +50,19 @@ OPTIONS = {
     ),
     "one query": Problem(batch=4, heads=8, kv_heads=2, queries=1, keys=5000, head_dim=128),
     "wide": Problem(heads=2, queries=100, keys=100, head_dim=256, mask="11qk"),
+    # where one kernel makes all gradients
+    "long": Problem(batch=3, heads=4, kv_heads=2, queries=1100, keys=1300, head_dim=128),
+    "long, dropout": Problem(
+        batch=2,
+        heads=3,
+        kv_heads=3,
+        queries=1100,
+        keys=1100,
+        head_dim=64,
+        causal=True,
+        dropout_p=0.1,
+    ),
+    "long, odd": Problem(heads=2, queries=1030, keys=1100, head_dim=50, mask="b1qk"),
 }
 options = pytest.mark.parametrize("problem", OPTIONS.values(), ids=list(OPTIONS))
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

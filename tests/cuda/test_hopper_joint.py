@@ -171,13 +171,34 @@ def test_low_levels(joint: Library) -> None:
     assert low(joint) == ""
 
 
-def test_where_it_is_taken() -> None:
-    """From 1,024 queries on, where more than 64 columns, a band or dropout make it the faster one."""
+@pytest.fixture(scope="module")
+def hopper() -> Library:
     library = Library(emulated.build())
     library.hopper = True
-    library.watched = 1000
+    library.watched = 50
+    return library
 
-    def products(queries: int, head_dim: int, wanted: list[bool], band: dict[str, Any]) -> int:
+
+@pytest.mark.parametrize(
+    "of,band",
+    [
+        ({"head_dim": 128, "kv_heads": 2}, {}),
+        ({"dtype": torch.float16, "dropout_p": 0.3, "value_dim": 20}, {"right": 0}),
+        ({"head_dim": 50, "mask": "b1qk"}, {"left": 600}),
+    ],
+    ids=str,
+)
+def test_as_mha_ext_takes_it(of: dict[str, Any], band: Band, hopper: Library) -> None:
+    """With packed masks, rows copied to where they can be, and both types."""
+    assert gradients(hopper, {"queries": 1030, "keys": 1100, **of}, band, True, 0) == ""
+
+
+def test_where_it_is_taken(hopper: Library) -> None:
+    """From 1,024 queries and keys on, where more than 64 columns, a band or dropout make it faster."""
+
+    def products(
+        queries: int, keys: int, head_dim: int, wanted: list[bool], band: dict[str, Any]
+    ) -> int:
         inputs = make(
             Problem(
                 dtype=torch.bfloat16,
@@ -185,7 +206,7 @@ def test_where_it_is_taken() -> None:
                 heads=1,
                 kv_heads=1,
                 queries=queries,
-                keys=128,
+                keys=keys,
                 head_dim=head_dim,
             )
         )
@@ -193,20 +214,21 @@ def test_where_it_is_taken() -> None:
         said = SAID | band
         saved = torch.ops.mha_ext.attention_forward(*operands, **said)
         described = Described(*operands, said)
-        library.backward(described, inputs.grad_out, inputs.grad_lse, saved, [*wanted, False])
-        return library.report.products
+        hopper.backward(described, inputs.grad_out, inputs.grad_lse, saved, [*wanted, False])
+        return hopper.report.products
 
-    for queries, head_dim, band, together in (
-        (1024, 128, {}, True),
-        (1024, 64, {}, False),
-        (1024, 64, {"window_left": 900}, True),
-        (1000, 128, {}, False),
+    for queries, keys, head_dim, band, together in (
+        (1024, 1024, 128, {}, True),
+        (1024, 1024, 64, {}, False),
+        (1024, 1024, 64, {"window_left": 900}, True),
+        (1000, 1024, 128, {}, False),
+        (1024, 1000, 128, {}, False),
     ):
         found = [
-            products(queries, head_dim, wanted, band)
+            products(queries, keys, head_dim, wanted, band)
             for wanted in ([True] * 3, [True, False, False], [False, True, True])
         ]
-        assert (found[0] < found[1] + found[2]) == together, (queries, head_dim, band, found)
+        assert (found[0] < found[1] + found[2]) == together, (queries, keys, head_dim, found)
 
 
 FILE, TILES, OTHERS = (
