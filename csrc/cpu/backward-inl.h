@@ -185,17 +185,17 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
     else if (!last_block)
       ask_pairs<K>(a, b, h, q.q0 + kTile, begin, ahead);
   };
-  // The keys of the tile that hold what is not finite, or its queries; the tile is partial.
-  const auto is_dirty = [&](GradBlock<K>& q, const TilePlace<K>& tile) {
+  // Whether the keys of a tile hold what is not finite, or its queries.
+  const auto is_dirty = [&](GradBlock<K>& q, int64_t at, int64_t keys) {
     if (!q.checked)
       q.finite =
           all_finite<K>(q.query, a.query.row, q.rows, a.head_dim) &&
           (!g.grad_out.data || all_finite<K>(q.grad_out, g.grad_out.row, q.rows, a.value_dim));
     q.checked = true;
-    Finite& keys_finite = w.finite[tile.at / kTile];
+    Finite& keys_finite = w.finite[at / kTile];
     if (keys_finite == Finite::kUnknown)
-      keys_finite =
-          all_finite<K>(tile.key, a.key.row, tile.keys, a.head_dim) ? Finite::kYes : Finite::kNo;
+      keys_finite = all_finite<K>(key + at * a.key.row, a.key.row, keys, a.head_dim) ? Finite::kYes
+                                                                                     : Finite::kNo;
     return !q.finite || keys_finite == Finite::kNo;
   };
   // A tile of blocks side by side whose gradients of keys are left to be added together; the
@@ -216,8 +216,9 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
     if (w.once) read_rows(at, keys);
     const int64_t in = w.once ? 0 : at;
     of.sums = q.sum;
-    const Visibility visible = gradient_tile<K>(
-        a, g, b, h, q.q0, q.rows, k0, keys, rows_from(key_rows, in), rows_from(value_rows, in), of);
+    const Visibility visible =
+        gradient_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, rows_from(key_rows, in),
+                         rows_from(value_rows, in), of, [&] { return !is_dirty(q, at, keys); });
     if (visible == Visibility::kEmpty) return add_left();
     if (write_bias) store_bias_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, w.one, of.ds);
     if (g.adds_bias) add_bias_tile<K>(g, b, h, q.q0, q.rows, k0, keys, of.ds);
@@ -237,7 +238,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
                       q.first && (!q.add_sum || part.apart) ? Update::kStore : Update::kAddSum};
     q.first = false;
     w.touched[at / kTile] = true;
-    if (visible == Visibility::kPartial && is_dirty(q, tile)) {
+    if (visible == Visibility::kPartial && is_dirty(q, at, keys)) {
       add_left();
       add_dirty_gradients<K>(a, g, tile, of);
       return;

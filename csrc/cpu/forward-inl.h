@@ -97,10 +97,17 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       }
       const Range* const bands =
           find_bands<K>(a, b, q.q0, q.rows, k0, keys, w.bands) ? w.bands : nullptr;
+      const auto known_finite = [&] {
+        if (!checked) finite = all_finite<K>(value, a.value.row, keys, a.value_dim);
+        checked = true;
+        return finite;
+      };
+      // Pairs, where all of the tile is there and no hidden pair meets what is not finite.
+      const bool whole = K::kPairs && with_values && !bands && keys == kTile;
       if constexpr (K::Dot::kRowBlock > 1) {
-        if (with_values && visible == Visibility::kFull && !bands && keys == kTile &&
-            !a.dropout.seed && !a.bias.data && !has_few_queries(a, K::kLimits)) {
-          matrix_tile<K>(a, key_rows, value_columns, q, w);
+        if (whole && !has_few_queries(a, K::kLimits) &&
+            ((visible == Visibility::kFull && !a.bias.data) || known_finite())) {
+          matrix_tile<K>(a, b, h, k0, key_rows, value_columns, q, visible, w);
           q.started = true;
           continue;
         }
@@ -114,12 +121,11 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       const Seen visible_pairs{partial ? w.bits : nullptr}, kept_pairs{dropout ? w.keep : nullptr};
       const int64_t rescaled = q.started && !q.by_rows ? value_dim : 0;
       if (q.by_rows) __builtin_memcpy(old, q.m, sizeof old);
-      const bool paired =
-          K::kPairs && with_values && !partial && !bands && keys == kTile && !dropout;
+      const bool paired = whole && (!partial || known_finite());
       if constexpr (K::kPairs) {
         if (paired)
-          softmax_pairs<K>(q.vectors, q.started, w.s, 1, q.m, q.l, q.out, rescaled, w.pairs,
-                           w.ahead);
+          softmax_pairs<K>(q.vectors, q.started, w.s, 1, visible_pairs, kept_pairs, q.m, q.l, q.out,
+                           rescaled, w.pairs, w.ahead);
       }
       if (!paired)
         for_bands<K>(bands, keys, q.vectors, [&](Range seen, int64_t first, int64_t count) {
@@ -130,11 +136,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
                             q.m + lane, q.l + lane, q.out + lane, rescaled);
         });
       if (!with_values) continue;
-      if (partial && !checked) {
-        finite = all_finite<K>(value, a.value.row, keys, a.value_dim);
-        checked = true;
-      }
-      const bool dirty = partial && !finite;
+      const bool dirty = partial && !known_finite();
       if (q.by_rows) {
         const bool goes_on = k0 + kTile < seen.end, known = goes_on || next.batch < a.batch;
         const auto to_next = [&](const Rows& t) {

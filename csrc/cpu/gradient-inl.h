@@ -166,6 +166,14 @@ void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScra
         keep[k] = kDropout ? w.keep[n + k] >> (lane + at) : 0;
       }
       gradient_vectors<X, kDropout, kKeys>(of[i], keep, kept, grad);
+      if constexpr (kPartial) {
+#pragma GCC unroll 2
+        for (int k = 0; k < kKeys; k++) {
+          const typename X::M visible = X::mask(w.bits[n + k] >> (lane + at));
+          grad[k] = X::select(visible, grad[k], X::zero());
+          kept[k] = X::select(visible, kept[k], X::zero());
+        }
+      }
       if constexpr (kPaired) {
         if constexpr (kKeys == 2) {
           constexpr int64_t kNext = kPairRow<K>;
@@ -177,11 +185,6 @@ void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScra
       } else {
 #pragma GCC unroll 2
         for (int k = 0; k < kKeys; k++) {
-          if constexpr (kPartial) {
-            const typename X::M visible = X::mask(w.bits[n + k] >> (lane + at));
-            grad[k] = X::select(visible, grad[k], X::zero());
-            kept[k] = X::select(visible, kept[k], X::zero());
-          }
           X::store(p + k * kLd + at, kept[k]);
           X::store(ds + k * kLd + at, grad[k]);
         }
@@ -258,11 +261,11 @@ void gradient_whole(int64_t lane, Range seen, typename K::T keep_scale, GradScra
 template <class K, bool kDropout, bool kPartial>
 void gradient_rows(int64_t vectors, int64_t keys, double keep_scale, GradScratch<K>& w) {
   constexpr int kMost = K::X::kRegisters == 32 ? 4 : 1;
-  if constexpr (K::kPairs && !kPartial) {
+  if constexpr (K::kPairs) {
     if (w.paired) {
       for (int64_t lane = 0; lane < kRow; lane += kMost * K::kLanes)
-        gradient_lanes<K, kDropout, false, true, kMost>(lane, {0, kTile}, (typename K::T)keep_scale,
-                                                        w);
+        gradient_lanes<K, kDropout, kPartial, true, kMost>(lane, {0, kTile},
+                                                           (typename K::T)keep_scale, w);
       return;
     }
   }
@@ -318,48 +321,66 @@ void gradient_pairs(const Attention& a, int64_t vectors, int64_t keys, bool part
   run(vectors, keys, a.dropout.keep_scale, w);
 }
 
-// Both where a matrix unit does the products: P and dS in pairs of a whole tile all of whose pairs
-// are seen, without a bias, by halves of its queries, as matrix_tile.
+// Both where a matrix unit does the products: P and dS in pairs of a whole tile, by halves of its
+// queries, as matrix_tile.
 template <class K>
-void matrix_gradient(const Attention& a, const Operand& key_rows, const Operand& value_rows,
-                     GradScratch<K>& w) {
+Visibility matrix_gradient(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t k0,
+                           const Operand& key_rows, const Operand& value_rows, Visibility visible,
+                           GradScratch<K>& w) {
   constexpr int kVectors = kHalfRow / K::kLanes;
-  const auto run = a.dropout.seed ? gradient_lanes<K, true, false, true, kVectors, kHalfRow>
-                                  : gradient_lanes<K, false, false, true, kVectors, kHalfRow>;
+  const auto pairs = [&]<bool kDropout, bool kPartial>(int64_t lane, typename K::T factor) {
+    gradient_lanes<K, kDropout, kPartial, true, kVectors, kHalfRow>(
+        lane, {0, kTile}, (typename K::T)a.dropout.keep_scale, w, factor);
+  };
   const auto product = [&](const Operand& rows, int64_t width, const typename K::Unit* x,
                            typename K::T* c) {
     K::Dot::template product<Update::kStore>(rows, kTile, units_of<K>(width), x, kRow, kVectors, c,
                                              kHalfRow);
   };
   for (int64_t lane = 0; lane < kRow; lane += kHalfRow) {
+    typename K::T factor = (typename K::T)a.scale;
     product(key_rows, a.head_dim, w.query + lane, w.p);
+    if (a.bias.data) {
+      visible = add_biases<K, kHalfRow, false>(a, b, h, q0, kTile, lane, kHalfRow, k0, kTile,
+                                               visible, w.bits, w.p, w.extra, factor);
+      factor = 1;
+    }
     product(value_rows, a.value_dim, w.grad_out + lane, w.ds);
-    run(lane, {0, kTile}, (typename K::T)a.dropout.keep_scale, w, (typename K::T)a.scale);
+    if (visible == Visibility::kPartial)
+      a.dropout.seed ? pairs.template operator()<true, true>(lane, factor)
+                     : pairs.template operator()<false, true>(lane, factor);
+    else
+      a.dropout.seed ? pairs.template operator()<true, false>(lane, factor)
+                     : pairs.template operator()<false, false>(lane, factor);
   }
+  return visible;
 }
 
-// Both for one tile of a head.
-template <class K>
+// Where nobody says so, operands may hold what is not finite.
+struct MayBeDirty {
+  bool operator()() const { return false; }
+};
+// Both for one tile of a head. clean(): whether its operands are finite, for which hidden pairs can
+// be 0 in pairs, too.
+template <class K, class Clean = MayBeDirty>
 Visibility gradient_tile(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h,
                          int64_t q0, int64_t rows, int64_t k0, int64_t keys,
-                         const Operand& key_rows, const Operand& value_rows, GradScratch<K>& w) {
+                         const Operand& key_rows, const Operand& value_rows, GradScratch<K>& w,
+                         const Clean& clean = {}) {
   Visibility visible = visibility_of<K>(a, b, h, q0, rows, k0, keys, w.bits);
   if (visible == Visibility::kEmpty) return visible;
   w.bands = find_bands<K>(a, b, q0, rows, k0, keys, w.bands_storage) ? w.bands_storage : nullptr;
   if (a.dropout.seed) dropout_tile<K>(a, b, h, q0, rows, k0, keys, w.keep);
   const bool whole = w.p_queries && !w.bands && rows == kTile && keys == kTile;
   if constexpr (K::Dot::kRowBlock > 1) {
-    w.paired = whole && visible == Visibility::kFull && !a.bias.data && !g.grad_weights.data &&
-               !has_few_queries(a, K::kLimits);
-    if (w.paired) {
-      matrix_gradient<K>(a, key_rows, value_rows, w);
-      return visible;
-    }
+    w.paired = whole && !g.grad_weights.data && !has_few_queries(a, K::kLimits) &&
+               ((visible == Visibility::kFull && !a.bias.data) || clean());
+    if (w.paired) return matrix_gradient<K>(a, b, h, q0, k0, key_rows, value_rows, visible, w);
   }
   visible = gradient_products<K>(a, g, b, h, q0, rows, k0, keys, key_rows, value_rows, visible, 0,
                                  w.bits, w);
   const bool partial = visible == Visibility::kPartial;
-  w.paired = whole && !partial;
+  w.paired = whole && (!partial || clean());
   gradient_pairs<K>(a, vectors_of<K>(rows), keys, partial, w);
   return visible;
 }

@@ -24,6 +24,14 @@ struct PairUnits {
     if (left <= 0) return _mm512_setzero_ps();
     return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((1u << left) - 1, p));
   }
+  // The first numbers of pairs, and the second ones.
+  static __m512 first(__m512 x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 16));
+  }
+  static __m512 second(__m512 x) {
+    return _mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0xffff0000)));
+  }
   // Lane i gets the products of pair i.
   static __m512 add_products(__m512 sum, __m512 x, __m512 y) {
     return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);

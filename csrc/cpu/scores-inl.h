@@ -329,36 +329,82 @@ void score_product_bands(const Range* bands, const Operand& rows, int64_t keys, 
   });
 }
 
-// s += bias; whether a bias is -inf. A finite one stays finite when the score is added; NaN stays
-// NaN.
-template <class K, class E>
-bool add_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
-              int64_t keys, typename K::T* scratch, typename K::T* s) {
+// visit(key, r, bias) for each vector of a tile of the bias, of queries r and up.
+template <class K, class E, class Visit>
+void each_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
+               int64_t keys, typename K::T* scratch, const Visit& visit) {
   using X = typename K::X;
-  using V = typename X::V;
-  const V finite = X::set(Exp<typename K::T>::lowest_finite);
-  V lowest = X::zero();
-  const auto add = [&](typename K::T* to, V bias) __attribute__((always_inline)) {
-    lowest = X::min(bias, lowest);
-    X::store(to, X::max(finite, X::add(X::load(to), bias)));
-  };
   const Pairs& bias = a.bias;
-  if (bias.key == 1 && bias.query != 0 && keys % K::kLanes == 0) {  // as they are transposed
-    const E* from = (const E*)bias.data + b * bias.batch + h * bias.head + q0 * bias.query + k0;
-    for (int64_t r = 0; r < rows; r += K::kLanes)
-      for (int64_t c = 0; c < keys; c += K::kLanes) {
-        V block[K::kLanes];
-        load_block<X>(from + r * bias.query + c, bias.query, rows - r, keys, block);
-#pragma GCC unroll 16
-        for (int i = 0; i < K::kLanes; i++) add(s + (c + i) * kRow + r, block[i]);
-      }
-  } else {
+  if (bias.key != 1 || bias.query == 0 || keys % K::kLanes) {
     load_pairs<K, E>(bias, b, h, q0, rows, k0, keys, scratch);
     for (int64_t n = 0; n < keys; n++)
-      for (int64_t r = 0; r < rows; r += K::kLanes)
-        add(s + n * kRow + r, X::load(scratch + n * kRow + r));
+      for (int64_t r = 0; r < rows; r += K::kLanes) visit(n, r, X::load(scratch + n * kRow + r));
+    return;
   }
-  return X::bits(X::eq(lowest, X::set(-(typename K::T)INFINITY))) != 0;
+  const E* from = (const E*)bias.data + b * bias.batch + h * bias.head + q0 * bias.query + k0;
+  constexpr bool kInPairs = K::kPairs && sizeof(E) == 2;  // two keys at once: half as much to move
+  for (int64_t r = 0; r < rows; r += K::kLanes) {
+    const E* const row = from + r * bias.query;
+    int64_t c = 0;
+    typename X::V block[K::kLanes];  // visited as they are transposed
+    if constexpr (kInPairs)
+      for (; c + 2 * K::kLanes <= keys; c += 2 * K::kLanes) {
+#pragma GCC unroll 16
+        for (int i = 0; i < K::kLanes; i++)
+          block[i] =
+              r + i < rows ? K::Dot::load_row(row + i * bias.query + c, 2 * K::kLanes) : X::zero();
+        X::transpose(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < K::kLanes; i++) {
+          visit(c + 2 * i, r, K::Dot::first(block[i]));
+          visit(c + 2 * i + 1, r, K::Dot::second(block[i]));
+        }
+      }
+    for (; c < keys; c += K::kLanes) {
+      load_block<X>(row + c, bias.query, rows - r, keys, block);
+#pragma GCC unroll 16
+      for (int i = 0; i < K::kLanes; i++) visit(c + i, r, block[i]);
+    }
+  }
+}
+// s = factor s + bias, of rows of kLd queries, which are `rows` of a block from `first` on. A
+// finite bias stays finite when the score is added; NaN stays NaN. One of -inf hides the pair:
+// `visible` and `bits`, which are of the block, of which so many queries `exist`, say so.
+template <class K, class E, int64_t kLd, bool kScaled>
+Visibility add_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t exist,
+                    int64_t first, int64_t rows, int64_t k0, int64_t keys, Visibility visible,
+                    uint64_t* bits, typename K::T* s, typename K::T* scratch,
+                    typename K::T factor) {
+  using X = typename K::X;
+  using V = typename X::V;
+  const V finite = X::set(Exp<typename K::T>::lowest_finite), f = X::set(factor);
+  const V hidden = X::set(-(typename K::T)INFINITY);
+  V lowest = X::zero();
+  const auto add = [&](int64_t key, int64_t r, V bias) __attribute__((always_inline)) {
+    lowest = X::min(bias, lowest);
+    typename K::T* const to = s + key * kLd + r;
+    V score = X::load(to);
+    if constexpr (!kScaled) score = X::mul(f, score);
+    X::store(to, X::max(finite, X::add(score, bias)));
+  };
+  each_bias<K, E>(a, b, h, q0 + first, rows, k0, keys, scratch, add);
+  if (!X::bits(X::eq(lowest, hidden))) return visible;
+  if (visible == Visibility::kFull)
+    for (int64_t n = 0; n < keys; n++) bits[n] = first_bits(exist);
+  const auto hide = [&](int64_t key, int64_t r, V bias) __attribute__((always_inline)) {
+    bits[key] &= ~(X::bits(X::eq(bias, hidden)) << (first + r));
+  };
+  each_bias<K, E>(a, b, h, q0 + first, rows, k0, keys, scratch, hide);
+  return Visibility::kPartial;
+}
+template <class K, int64_t kLd = kRow, bool kScaled = true>
+Visibility add_biases(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t exist,
+                      int64_t first, int64_t rows, int64_t k0, int64_t keys, Visibility visible,
+                      uint64_t* bits, typename K::T* s, typename K::T* scratch,
+                      typename K::T factor = 1) {
+  const auto run = a.bias_is_float32 ? add_bias<K, float, kLd, kScaled>
+                                     : add_bias<K, typename K::S, kLd, kScaled>;
+  return run(a, b, h, q0, exist, first, rows, k0, keys, visible, bits, s, scratch, factor);
 }
 
 // Whether the product of Q and K is all that there is to the scores, in one piece: then it can say
@@ -378,7 +424,6 @@ Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
                   Visibility visible, uint64_t* bits, typename K::T* s, typename K::T* scratch,
                   Ahead* ahead = nullptr, const Range* bands = nullptr,
                   typename K::T* top = nullptr) {
-  using X = typename K::X;
   const int64_t vectors = vectors_of<K>(rows);
   if (top)
     for (int64_t r = 0; r < vectors * K::kLanes; r++) top[r] = -(typename K::T)INFINITY;
@@ -392,22 +437,7 @@ Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
     if constexpr (K::kPairs && !kScaled) scale_tile<K>(scale, keys, vectors, s);
   }
   if (!a.bias.data) return visible;
-
-  const bool hides = a.bias_is_float32
-                         ? add_bias<K, float>(a, b, h, q0, rows, k0, keys, scratch, s)
-                         : add_bias<K, typename K::S>(a, b, h, q0, rows, k0, keys, scratch, s);
-  if (!hides) return visible;
-  if (visible == Visibility::kFull)
-    for (int64_t n = 0; n < keys; n++) bits[n] = first_bits(rows);
-  if (a.bias_is_float32)
-    load_pairs<K, float>(a.bias, b, h, q0, rows, k0, keys, scratch);
-  else
-    load_pairs<K, typename K::S>(a.bias, b, h, q0, rows, k0, keys, scratch);
-  const typename X::V hidden = X::set(-(typename K::T)INFINITY);
-  for (int64_t n = 0; n < keys; n++)
-    for (int64_t i = 0; i < vectors * K::kLanes; i += K::kLanes)
-      bits[n] &= ~(X::bits(X::eq(X::load(scratch + n * kRow + i), hidden)) << i);
-  return Visibility::kPartial;
+  return add_biases<K>(a, b, h, q0, rows, 0, rows, k0, keys, visible, bits, s, scratch);
 }
 
 }  // namespace

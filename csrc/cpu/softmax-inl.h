@@ -158,10 +158,10 @@ void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, See
 // raised. False, where one has to: then l is as it was. Where a matrix unit makes S, which neither
 // scales it nor asks for what is wanted next: of S times `factor` (else 1), the first rows of `out`
 // are asked for, and kAsk: two lines with each two keys of a vector.
-template <class K, int NV, int64_t kLd, bool kTry, bool kAsk>
-bool softmax_pairs_lanes(const typename K::T* s, typename K::T factor, const typename K::T* m,
-                         typename K::T* l, const typename K::T* out, typename K::Unit* pairs,
-                         Ahead& ahead) {
+template <class K, int NV, int64_t kLd, bool kTry, bool kAsk, bool kMasked, bool kDropout>
+bool softmax_pairs_lanes(const typename K::T* s, typename K::T factor, Seen seen, Seen kept,
+                         const typename K::T* m, typename K::T* l, const typename K::T* out,
+                         typename K::Unit* pairs, Ahead& ahead) {
   using X = typename K::X;
   using V = typename X::V;
   constexpr bool kMatrix = K::Dot::kRowBlock > 1;
@@ -170,7 +170,8 @@ bool softmax_pairs_lanes(const typename K::T* s, typename K::T factor, const typ
 #pragma GCC unroll 4
   for (int i = 0; i < NV; i++) {
     level[i] = level_of<K>(m + i * K::kLanes);
-    if (kTry && X::bits(X::eq(X::load(m + i * K::kLanes), lowest))) return false;
+    // A query that has seen nothing has no level; masked, it may see nothing here either.
+    if (kTry && !kMasked && X::bits(X::eq(X::load(m + i * K::kLanes), lowest))) return false;
     sum[0][i] = sum[1][i] = X::zero();
     top[i] = lowest;
   }
@@ -190,17 +191,27 @@ bool softmax_pairs_lanes(const typename K::T* s, typename K::T factor, const typ
       const typename K::T* p = s + n * kLd + i * K::kLanes;
       const V x0 = X::sub(scaled(X::load(p)), level[i]);
       const V x1 = X::sub(scaled(X::load(p + kLd)), level[i]);
-      if (kTry) top[i] = X::max(x1, X::max(x0, top[i]));
-      const V e0 = exp_of<X>(x0), e1 = exp_of<X>(x1);
+      if (kTry) {
+        top[i] = seen_or<X, kMasked>(seen, n, i, X::max(x0, top[i]), top[i]);
+        top[i] = seen_or<X, kMasked>(seen, n + 1, i, X::max(x1, top[i]), top[i]);
+      }
+      const V e0 = seen_or<X, kMasked>(seen, n, i, exp_of<X>(x0), X::zero());
+      const V e1 = seen_or<X, kMasked>(seen, n + 1, i, exp_of<X>(x1), X::zero());
       sum[0][i] = X::add(sum[0][i], e0);
       sum[1][i] = X::add(sum[1][i], e1);
-      K::Dot::store_pairs(e0, e1, pairs + n / 2 * kLd + i * K::kLanes);
+      K::Dot::store_pairs(seen_or<X, kDropout>(kept, n, i, e0, X::zero()),
+                          seen_or<X, kDropout>(kept, n + 1, i, e1, X::zero()),
+                          pairs + n / 2 * kLd + i * K::kLanes);
     }
   if constexpr (kAsk) ahead.stopped(lines);
   uint64_t grows = 0;
 #pragma GCC unroll 4
-  for (int i = 0; i < NV; i++)
-    if (kTry) grows |= X::bits(X::gt(top[i], X::set(kSlack<typename K::T>)));
+  for (int i = 0; i < NV; i++) {
+    V most = X::set(kSlack<typename K::T>);
+    if constexpr (kMasked)
+      most = X::select(X::eq(X::load(m + i * K::kLanes), lowest), lowest, most);
+    if (kTry) grows |= X::bits(X::gt(top[i], most));
+  }
   if (grows) return false;
 #pragma GCC unroll 4
   for (int i = 0; i < NV; i++)
@@ -247,23 +258,38 @@ void softmax_one_tile(int64_t keys, int64_t vectors, typename K::T* s, const typ
 
 // The same to the bit, rounded as tile_vectors rounds P, of rows of kLd queries, as many vectors of
 // them at once as fit. S may be scaled thereby.
-template <class K, int64_t kLd = kRow>
-void softmax_pairs(int64_t vectors, bool started, typename K::T* s, typename K::T factor,
-                   typename K::T* m, typename K::T* l, typename K::T* out, int64_t value_dim,
-                   typename K::Unit* pairs, Ahead& ahead) {
+template <class K, int64_t kLd, bool kMasked, bool kDropout>
+void softmax_pairs_of(int64_t vectors, bool started, typename K::T* s, typename K::T factor,
+                      Seen seen, Seen kept, typename K::T* m, typename K::T* l, typename K::T* out,
+                      int64_t value_dim, typename K::Unit* pairs, Ahead& ahead) {
   by_vectors<K, kLd / K::kLanes>(vectors, [&]<int NV>(int64_t lane) {
+    const Seen sees = seen.from(0, lane), keeps = kept.from(0, lane);
     const auto exponentials = [&]<bool kTry>(typename K::T scale) {
       constexpr bool kMayAsk = K::Dot::kRowBlock > 1;
-      const auto run = kMayAsk && ahead.waiting() ? softmax_pairs_lanes<K, NV, kLd, kTry, kMayAsk>
-                                                  : softmax_pairs_lanes<K, NV, kLd, kTry, false>;
-      return run(s + lane, scale, m + lane, l + lane, out + lane, pairs + lane, ahead);
+      const auto run = kMayAsk && ahead.waiting()
+                           ? softmax_pairs_lanes<K, NV, kLd, kTry, kMayAsk, kMasked, kDropout>
+                           : softmax_pairs_lanes<K, NV, kLd, kTry, false, kMasked, kDropout>;
+      return run(s + lane, scale, sees, keeps, m + lane, l + lane, out + lane, pairs + lane, ahead);
     };
     if (started && exponentials.template operator()<true>(factor)) return;
     scale_tile<K, kLd>(factor, kTile, NV, s + lane);
-    raise_levels<K, NV, false, kLd>(kTile, s + lane, nullptr, {}, m + lane, l + lane, out + lane,
-                                    value_dim);
+    raise_levels<K, NV, kMasked, kLd>(kTile, s + lane, nullptr, sees, m + lane, l + lane,
+                                      out + lane, value_dim);
     exponentials.template operator()<false>(1);
   });
+}
+template <class K, int64_t kLd = kRow>
+void softmax_pairs(int64_t vectors, bool started, typename K::T* s, typename K::T factor, Seen seen,
+                   Seen kept, typename K::T* m, typename K::T* l, typename K::T* out,
+                   int64_t value_dim, typename K::Unit* pairs, Ahead& ahead) {
+  const auto run = [&]<bool kMasked, bool kDropout>() {
+    softmax_pairs_of<K, kLd, kMasked, kDropout>(vectors, started, s, factor, seen, kept, m, l, out,
+                                                value_dim, pairs, ahead);
+  };
+  if (seen.bits)
+    kept.bits ? run.template operator()<true, true>() : run.template operator()<true, false>();
+  else
+    kept.bits ? run.template operator()<false, true>() : run.template operator()<false, false>();
 }
 
 }  // namespace

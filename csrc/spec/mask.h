@@ -124,11 +124,20 @@ HOST_DEVICE Visibility tile_visibility(const Attention& a, int64_t b, int64_t h,
       for (int64_t j = 0; j < keys; j++) bits[j] = row >> j & 1 ? every : 0;
     } else {
       uint64_t any = 0, every_row = ~0ull;
-      for (int64_t r = 0; r < rows; r++) {
-        bits[r] = mask_row<Bytes>(tile + r * a.mask.query * size, a.mask.key, size, keys);
-        any |= bits[r];
-        every_row &= bits[r];
+      const auto take = [&](int64_t r, uint64_t row) {
+        bits[r] = row;
+        any |= row;
+        every_row &= row;
+      };
+      bool whole = false;
+      if constexpr (Bytes::kWhole) {
+        whole = size == 1 && a.mask.key == 1 && keys == 64;
+        const char* row = tile;
+        for (int64_t r = 0; whole && r < rows; r++, row += a.mask.query)
+          take(r, Bytes::nonzero(row));
       }
+      for (int64_t r = 0; !whole && r < rows; r++)
+        take(r, mask_row<Bytes>(tile + r * a.mask.query * size, a.mask.key, size, keys));
       if (!any) return Visibility::kEmpty;
       if (band_full && every_row == first_bits(keys)) return Visibility::kFull;
       for (int64_t r = rows; r < 64; r++) bits[r] = 0;
