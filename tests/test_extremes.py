@@ -94,6 +94,40 @@ def test_an_infinite_value_that_is_seen(dtype: torch.dtype, queries: int, keys: 
 
 
 @pytest.mark.isa
+@pytest.mark.parametrize("hides", ["mask", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whole_tiles_beside_what_is_not_finite(dtype: torch.dtype, hides: str) -> None:
+    """Who does not see a key, or is not seen by a query, that holds NaN has the gradients it has without."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 2, 128, 32), (1, 2, 192, 32), (1, 2, 192, 32), (1, 2, 128, 32))
+    operands = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    seen = torch.rand(128, 192, generator=generator) > 0.3
+    seen[:64, 100] = False  # of query tile 0 nobody sees key 100
+    seen[10, 64:] = False  # key tiles 1 and 2 are not seen by query 10
+    pairs = torch.zeros(128, 192).masked_fill(~seen, -torch.inf).to(dtype)
+    options = {"mask": seen} if hides == "mask" else {"bias": pairs}
+
+    def gradients(poisoned: str) -> list[torch.Tensor]:
+        query, key, value, grad = (tensor.clone() for tensor in operands)
+        if poisoned == "key":
+            key[:, :, 100], value[:, :, 100] = torch.nan, torch.inf
+        if poisoned == "query":
+            query[:, :, 10], grad[:, :, 10] = torch.nan, torch.inf
+        leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+        out = mha_ext.attention(*leaves, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    clean, beside_key, beside_query = map(gradients, ("nothing", "key", "query"))
+    near = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
+    for found, wanted in zip(beside_key[:2], clean[:2], strict=True):
+        torch.testing.assert_close(found[:, :, :64], wanted[:, :, :64], **near)
+        assert found[:, :, 64:].isnan().any()
+    for found, wanted in zip(beside_query[2:], clean[2:], strict=True):
+        torch.testing.assert_close(found[:, :, 64:], wanted[:, :, 64:], **near)
+        assert found[:, :, :64].isnan().any()
+
+
+@pytest.mark.isa
 @pytest.mark.parametrize("queries", [1, 3, 33, 70])
 def test_a_uniform_row_passes_on_what_is_not_finite(queries: int) -> None:
     """A row without any key is the mean of all values: each of them gets its share of an infinity."""

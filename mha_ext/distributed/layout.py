@@ -228,7 +228,8 @@ def _padding_in_mask(
                 f"key_padding_mask must be [B, Lk / ranks] = {[batch, own]}, not {list(padding.shape)}"
             )
         nothing = torch.empty(batch, keys, dtype=padding.dtype, device="meta")
-        join_masks(mask.to("meta"), nothing, query, key, keys - own)
+        here = query.to("meta") if mask.device == query.device else query
+        join_masks(mask.to("meta"), nothing, here, key, keys - own)
         return {"key_padding_mask": [batch, own]}
 
     agree(group, describe)
