@@ -392,7 +392,11 @@ class MultiHeadAttention(nn.Module):
                 f"cache must have query's batch size {query.shape[0]}, but has {cache.key.shape[0]}; make one with "
                 "KVCache.of(layer, batch, max_length)"
             )
-        check_device("cache", cache.key, query)
+        if cache.key.device != query.device:
+            raise ValueError(
+                f"cache must be on query's device {query.device}, not {cache.key.device}; make one with "
+                "KVCache.of(layer, batch, max_length)"
+            )
         if new_lengths is not None:
             check_lengths("new_lengths", new_lengths, query.shape[0], query.shape[1])
 

@@ -3,7 +3,7 @@
 // one brings the others in tiles. The products that add a tile up, and those of the next tile, run
 // while exponentials are taken.
 #pragma once
-#include "backward_hopper_tiles.cuh"
+#include "backward_hopper_copies.cuh"
 
 namespace mha_ext::cuda {
 

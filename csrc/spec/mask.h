@@ -64,13 +64,18 @@ struct PlainBytes {
   static constexpr bool kWhole = false;  // whether these exist
 };
 
+// Whether 64 keys of a row are bytes that such an instruction takes.
+template <class Bytes>
+HOST_DEVICE bool takes_bytes(int64_t key_stride, int32_t size, int64_t keys) {
+  return Bytes::kWhole && size == 1 && key_stride == 1 && keys == 64;
+}
 // Visibility of up to 64 keys of one query in the mask tensor: bit j = key j.
 template <class Bytes = PlainBytes>
 HOST_DEVICE uint64_t mask_row(const char* row, int64_t key_stride, int32_t size, int64_t keys) {
   uint64_t word = 0;
   int64_t j = 0;
   if constexpr (Bytes::kWhole)
-    if (size == 1 && key_stride == 1 && keys == 64) return Bytes::nonzero(row);
+    if (takes_bytes<Bytes>(key_stride, size, keys)) return Bytes::nonzero(row);
   if (size == 1 && key_stride == 1) {  // eight bytes at a time: nonzero -> 1, then gather the bits
     for (; j + 8 <= keys; j += 8) {
       uint64_t x;
@@ -129,13 +134,10 @@ HOST_DEVICE Visibility tile_visibility(const Attention& a, int64_t b, int64_t h,
         any |= row;
         every_row &= row;
       };
-      bool whole = false;
-      if constexpr (Bytes::kWhole) {
-        whole = size == 1 && a.mask.key == 1 && keys == 64;
-        const char* row = tile;
-        for (int64_t r = 0; whole && r < rows; r++, row += a.mask.query)
-          take(r, Bytes::nonzero(row));
-      }
+      const bool whole = takes_bytes<Bytes>(a.mask.key, size, keys);
+      if constexpr (Bytes::kWhole)  // in a loop that asks nothing else
+        for (int64_t r = 0; whole && r < rows; r++)
+          take(r, Bytes::nonzero(tile + r * a.mask.query));
       for (int64_t r = 0; !whole && r < rows; r++)
         take(r, mask_row<Bytes>(tile + r * a.mask.query * size, a.mask.key, size, keys));
       if (!any) return Visibility::kEmpty;

@@ -21,7 +21,7 @@ from mha_ext.distributed.sequence import (
     whole_keys,
 )
 from mha_ext.functional import attention_with_lse, weights_from_lse
-from mha_ext.layer_arguments import join_masks
+from mha_ext.layer_arguments import check_device, join_masks
 from mha_ext.modules import MultiHeadAttention
 
 
@@ -228,8 +228,9 @@ def _padding_in_mask(
                 f"key_padding_mask must be [B, Lk / ranks] = {[batch, own]}, not {list(padding.shape)}"
             )
         nothing = torch.empty(batch, keys, dtype=padding.dtype, device="meta")
-        here = query.to("meta") if mask.device == query.device else query
-        join_masks(mask.to("meta"), nothing, here, key, keys - own)
+        for name, tensor in (("mask", mask), ("key_padding_mask", padding)):
+            check_device(name, tensor, query)
+        join_masks(mask.to("meta"), nothing, query.to("meta"), key, keys - own)
         return {"key_padding_mask": [batch, own]}
 
     agree(group, describe)

@@ -317,6 +317,7 @@ def test_schedules_give_the_same_bits(hopper: Library) -> None:
 
 
 FILE, TILES = "backward_hopper.cuh", "backward_hopper_tiles.cuh"
+COPIES = "backward_hopper_copies.cuh"
 # file, what stands there, what shall stand there, what tells
 MUTATIONS = {
     "a tile left early": (
@@ -428,7 +429,7 @@ WIDE_MUTATIONS = {
     "half that is stored": (FILE, "first = 64 * F::first_panel();", "first = 0;", "wrong"),
     "half that is summed": (TILES, "first_panel() * kOthers * kPanelBytes", "0", "wrong"),
     "rows of a warp": (TILES, "kHalves ? warp_id() % 4 * 16", "kHalves ? warp_id() % 2 * 16", "wrong"),
-    "places of pieces": (TILES, "(i % 2 ? 96 : 32)", "32", "wrong"),
+    "places of pieces": (COPIES, "(i % 2 ? 96 : 32)", "32", "wrong"),
 }  # fmt: skip
 
 
@@ -758,7 +759,7 @@ BIAS_MUTATIONS = {
         "above = s[0][j][e] * scale -",
         "wrong",
     ),
-    "halves of the producer": (TILES, "at.own * 16 + (first ? 0 : 64);", "at.own * 16;", "wrong"),
+    "halves of the producer": (COPIES, "at.own * 16 + (first ? 0 : 64);", "at.own * 16;", "wrong"),
     "order of the heads": (
         FILE,
         "return row<F>(a, number(round) / blocks) %",
