@@ -63,6 +63,12 @@ def check_dropout(name: str, dropout_p: object) -> None:
         raise ValueError(f"{name} must be in [0, 1), not {dropout_p}")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raises unless ``value`` is a bool: "no" would be true."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {describe(value)}")
+
+
 def check_empty_rows(empty_rows: object) -> None:
     """Raises unless ``empty_rows`` is one of the values that `attention` takes."""
     if not isinstance(empty_rows, str):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mha_ext.arguments import describe
+from mha_ext.arguments import describe, is_integer
 
 if TYPE_CHECKING:
     from mha_ext.block import AttentionBlock
@@ -68,7 +68,7 @@ class KVCache:
         for name, size in (
             sizes | {"head_dim": head_dim, "value_head_dim": value_head_dim}
         ).items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            if not is_integer(size) or size < 0:
                 raise ValueError(f"{name} must be an int of at least 0, but is {size!r}")
         shape = (batch, kv_heads, max_length)
         # Rows without any visible key may average over what no token has written yet.
@@ -82,6 +82,11 @@ class KVCache:
     def of(cls, layer: MultiHeadAttention | AttentionBlock, batch: int, max_length: int) -> KVCache:
         """One for a layer, or for that of a block, on its device and in its dtype."""
         inner: Any = getattr(layer, "attention", layer)
+        if not hasattr(inner, "k_proj"):
+            raise TypeError(
+                f"layer must be a MultiHeadAttention or an AttentionBlock, not {type(layer).__name__}; pass one of its "
+                "attention layers"
+            )
         weight = next(inner.k_proj.parameters())  # of what wraps it, too
         return cls(
             batch,

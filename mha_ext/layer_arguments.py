@@ -6,12 +6,16 @@ What the functions take is checked in `mha_ext.arguments`.
 from __future__ import annotations
 
 import math
+import operator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mha_ext.arguments import check_dense, check_holds_values
+from mha_ext.arguments import check_dense, check_holds_values, describe, is_integer
 from mha_ext.linear import FastLinear
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def checked_shape(name: str, length: str, tensor: Tensor, width: int) -> torch.Size:
@@ -74,11 +78,20 @@ def check_rotary(rotary_base: object, head_dim: int) -> None:
         )
 
 
-def check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a positive int, not {type(value).__name__} {value!r}")
+def positive(name: str, value: Any) -> int:
+    """A size, as an int where another library's was given."""
+    if not is_integer(value):
+        raise TypeError(f"{name} must be a positive int, not {describe(value)}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, not {value}")
+    return operator.index(value)
+
+
+def check_parameter_dtype(dtype: object) -> None:
+    if dtype is not None and dtype not in _DTYPES:
+        raise TypeError(
+            f"dtype must be {', '.join(map(str, _DTYPES[:-1]))} or {_DTYPES[-1]}, not {dtype!r}"
+        )
 
 
 def join_masks(

@@ -15,6 +15,7 @@ from mha_ext.arguments import (
     check_causal,
     check_dropout,
     check_empty_rows,
+    check_flag,
     check_window,
 )
 from mha_ext.cache import KVCache, check_lengths, check_positions, rotate
@@ -27,10 +28,11 @@ from mha_ext.functional import (
 from mha_ext.layer_arguments import (
     check_device,
     check_dtype,
-    check_positive,
+    check_parameter_dtype,
     check_rotary,
     checked_shape,
     join_masks,
+    positive,
 )
 from mha_ext.linear import FastLinear
 
@@ -100,8 +102,7 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_positive("embed_dim", embed_dim)
-        check_positive("num_heads", num_heads)
+        embed_dim, num_heads = positive("embed_dim", embed_dim), positive("num_heads", num_heads)
         if head_dim is None:
             if embed_dim % num_heads:
                 raise ValueError(
@@ -119,12 +120,15 @@ class MultiHeadAttention(nn.Module):
         self.value_head_dim = head_dim if value_head_dim is None else value_head_dim
         self.out_dim = embed_dim if out_dim is None else out_dim
         for name in _WIDTHS:
-            check_positive(name, getattr(self, name))
+            setattr(self, name, positive(name, getattr(self, name)))
         if num_heads % self.num_kv_heads:
             raise ValueError(
                 "num_heads must be a multiple of num_kv_heads, "
                 f"not {num_heads} over {self.num_kv_heads}"
             )
+        check_flag("bias", bias)
+        check_flag("fast_linear", fast_linear)
+        check_parameter_dtype(dtype)
         check_dropout("dropout", dropout)
         check_causal(causal)
         check_window(window)
@@ -166,20 +170,34 @@ class MultiHeadAttention(nn.Module):
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
 
+    def _heads(self) -> tuple[tuple[int, int], ...]:
+        """Of query, key and value: how many heads, and how wide."""
+        key = (self.num_kv_heads, self.head_dim)
+        return (self.num_heads, self.head_dim), key, (self.num_kv_heads, self.value_head_dim)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes the parameters of an `nn.MultiheadAttention`, too."""
         given = {name: state_dict.get(f"{prefix}{name}") for name in _STACKED}
         found: dict[str, Tensor] = {}
         for kind in ("weight", "bias"):
             stacked = given[f"in_proj_{kind}"]
-            if stacked is not None:
-                parts = stacked.chunk(3)
-                found |= {f"{n}_proj.{kind}": part for n, part in zip("qkv", parts, strict=True)}
+            if stacked is None:
+                continue
+            rows = [heads * width for heads, width in self._heads()]
+            if stacked.shape[:1] != (sum(rows),):
+                error_messages: list[str] = args[-1]
+                error_messages.append(
+                    f"{prefix}in_proj_{kind} must have {sum(rows)} rows ({' + '.join(map(str, rows))} of query, key "
+                    f"and value), but is {list(stacked.shape)}; load it into a layer of the sizes that it comes from"
+                )
+                continue
+            parts = stacked.split(rows)
+            found |= {f"{n}_proj.{kind}": part for n, part in zip("qkv", parts, strict=True)}
         for name in "qkv":
             weight = given[f"{name}_proj_weight"]
             if weight is not None:
                 found[f"{name}_proj.weight"] = weight
-        if found:
+        if any(part is not None for part in given.values()):
             for name in _STACKED:
                 state_dict.pop(f"{prefix}{name}", None)
             state_dict.update({f"{prefix}{name}": part for name, part in found.items()})

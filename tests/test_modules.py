@@ -339,6 +339,31 @@ def test_state_dict_of_torchs_module(widths: dict[str, int], bias: bool) -> None
         )
 
 
+def test_stacked_parameters_of_heads_that_share_keys() -> None:
+    layer = mha_ext.MultiHeadAttention(12, 4, num_kv_heads=2, value_head_dim=5)
+    weight, bias = torch.randn(12 + 6 + 10, 12), torch.randn(12 + 6 + 10)
+    layer.load_state_dict(
+        {"in_proj_weight": weight, "in_proj_bias": bias}
+        | {f"out_proj.{name}": part for name, part in layer.out_proj.state_dict().items()}
+    )
+    for projection, first, last in (("q", 0, 12), ("k", 12, 18), ("v", 18, 28)):
+        assert torch.equal(getattr(layer, f"{projection}_proj").weight, weight[first:last])
+        assert torch.equal(getattr(layer, f"{projection}_proj").bias, bias[first:last])
+
+
+@pytest.mark.parametrize(("rows", "shape"), [(35, "[35, 12]"), (2, "[2, 12]")])
+def test_stacked_parameters_of_another_size(rows: int, shape: str) -> None:
+    layer = mha_ext.MultiHeadAttention(12, 3)
+    saved = nn.MultiheadAttention(12, 3).state_dict() | {"in_proj_weight": torch.randn(rows, 12)}
+    before = layer.q_proj.weight.clone()
+    with pytest.raises(
+        RuntimeError, match=r"in_proj_weight must have 36 rows \(12 \+ 12 \+ 12 "
+    ) as error:
+        layer.load_state_dict(saved)
+    assert shape in str(error.value)
+    assert torch.equal(layer.q_proj.weight, before)
+
+
 @torch.no_grad()
 def test_a_block_decodes_and_attends_elsewhere() -> None:
     block = mha_ext.AttentionBlock(16, 2, causal=True, rotary_base=100.0).eval()

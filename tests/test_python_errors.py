@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -144,6 +145,11 @@ MODULES = [
     ((300, 6), {"causal": "left"}, ValueError, ["causal", "'left'"]),
     ((300, 6), {"window": (-1, 0)}, ValueError, ["window", "-1"]),
     ((300, 6), {"empty_rows": "nan"}, ValueError, ["empty_rows", "'nan'"]),
+    ((300, 6), {"bias": "no"}, TypeError, ["bias", "True or False", "'no'"]),
+    ((300, 6), {"fast_linear": None}, TypeError, ["fast_linear", "True or False", "None"]),
+    ((300, 6), {"num_kv_heads": True}, TypeError, ["num_kv_heads", "bool", "int"]),
+    ((300, 6), {"dtype": torch.int64}, TypeError, ["dtype", "torch.float32", "torch.int64"]),
+    ((300, 6), {"dtype": "float32"}, TypeError, ["dtype", "torch.float32", "'float32'"]),
 ]
 
 
@@ -153,6 +159,18 @@ def test_module_options(
     module: type, sizes: tuple, options: dict[str, Any], error: type[Exception], words: list[str]
 ) -> None:
     check(lambda: module(*sizes, **options), error, words)
+
+
+def test_sizes_of_other_libraries() -> None:
+    layer = mha_ext.MultiHeadAttention(numpy.int64(12), numpy.int64(3), key_dim=numpy.int32(10))
+    assert layer.extra_repr() == "embed_dim=12, num_heads=3, key_dim=10"
+    cache = mha_ext.KVCache(numpy.int64(2), 3, numpy.int64(5), 4)
+    assert cache.key.shape == (2, 3, 5, 4)
+
+
+def test_a_cache_of_what_is_no_attention_layer() -> None:
+    make = mha_ext.KVCache.of
+    check(lambda: make(torch.nn.Linear(3, 3), 2, 5), TypeError, ["layer", "Linear"])
 
 
 def test_block_options() -> None:
