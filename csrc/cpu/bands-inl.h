@@ -51,5 +51,22 @@ void for_band_keys(const Range* bands, int64_t keys, int64_t rows, const F& f) {
   }
 }
 
+// Whether the scores of whole tiles of keys are multiplied in thirds, for a block of so many
+// queries: more of them than a vector, and a width for which that is less work.
+template <class K>
+bool takes_thirds(const Attention& a, int64_t rows) {
+  return K::kThirds && rows > K::kLanes && a.keys > kTile && a.head_dim >= K::kLanes &&
+         a.head_dim <= 512;
+}
+// Of which tiles: the same in all passes, since P is the exponential of a difference to lse, and
+// for each row of a block whatever others come with it.
+template <class K>
+bool in_thirds(const Attention& a, int64_t b, int64_t query, int64_t k0, int64_t keys) {
+  const int64_t q0 = query / kTile * kTile, rows = min_of(kTile, a.queries - q0);
+  Range bands[kMostBands];
+  return keys == kTile && takes_thirds<K>(a, rows) &&
+         !find_bands<K>(a, b, q0, rows, k0, keys, bands);
+}
+
 }  // namespace
 }  // namespace mha_ext::cpu

@@ -64,7 +64,8 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     Operand key_rows, value_columns;
     VectorRows<K> value_rows{};
     T old[kRow];
-    bool packed = false, checked = false, finite = true;
+    bool asked = false, packed = false, checked = false, finite = true;
+    if constexpr (K::kThirds) w.thirds.packed = false;
     for (int64_t i = 0; i < count; i++) {
       QueryBlock<K>& q = w.blocks[i];
       Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
@@ -76,9 +77,15 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       if (!q.packed) {
         pack_query<K>(a, b, h, q.q0, q.rows, q.query);
         q.packed = true;
+        if constexpr (K::kThirds) w.thirds.query_packed[i] = false;
         if (i + 1 < count) ask_rows<K>(a.query, b, h, q.q0 + kTile, q0 + rows, a.head_dim, w.ahead);
       }
-      if (!packed) {
+      const Range* const bands =
+          find_bands<K>(a, b, q.q0, q.rows, k0, keys, w.bands) ? w.bands : nullptr;
+      const bool thirds = in_thirds<K>(a, b, q.q0, k0, keys);
+      if (!asked && k0 + kTile < seen.end) ask_tile(b, kv, k0 + kTile);
+      asked = true;
+      if (!packed && !(thirds && with_values)) {
         key_rows =
             rows_operand<K>(row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, w.key, count);
         if (!q.by_rows && with_values)
@@ -86,7 +93,6 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
         else if (q.rows > kFewByRows<K> && with_values)
           value_rows = vectors_operand<K>(value, a.value.row, keys, a.value_dim, w.value, count);
         packed = true;
-        if (k0 + kTile < seen.end) ask_tile(b, kv, k0 + kTile);
       }
       if (k0 + kTile >= q.seen.end) {
         if (with_values) ask_rows<K>(a.out, b, h, q.q0, q0 + rows, a.value_dim, w.ahead);
@@ -95,13 +101,19 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
           if (next.other_keys) ask_tile(next.batch, kv_head(a, next.head), 0);
         }
       }
-      const Range* const bands =
-          find_bands<K>(a, b, q.q0, q.rows, k0, keys, w.bands) ? w.bands : nullptr;
       const auto known_finite = [&] {
         if (!checked) finite = all_finite<K>(value, a.value.row, keys, a.value_dim);
         checked = true;
         return finite;
       };
+      if constexpr (K::kThirds) {
+        if (thirds && with_values) {
+          thirds_tile<K>(a, b, h, k0, i, visible, w);
+          q.started = true;
+          continue;
+        }
+        w.thirds.pending.finish();
+      }
       // Pairs, where all of the tile is there and no hidden pair meets what is not finite.
       const bool whole = K::kPairs && with_values && !bands && keys == kTile;
       if constexpr (K::Dot::kRowBlock > 1) {
@@ -112,7 +124,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
           continue;
         }
       }
-      T* const top = scores_are_product<K>(a, bands) ? w.top : nullptr;
+      T* const top = scores_are_product<K>(a, bands) && !thirds ? w.top : nullptr;
       visible = scores<K>(a, b, h, q.q0, q.rows, k0, keys, q.query, key_rows, visible, w.bits, w.s,
                           w.extra, &w.ahead, bands, top);
       const bool partial = visible == Visibility::kPartial;
@@ -125,7 +137,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       if constexpr (K::kPairs) {
         if (paired)
           softmax_pairs<K>(q.vectors, q.started, w.s, 1, visible_pairs, kept_pairs, q.m, q.l, q.out,
-                           rescaled, w.pairs, w.ahead);
+                           rescaled, w.pairs, w.ahead, AskSums<K>{});
       }
       if (!paired)
         for_bands<K>(bands, keys, q.vectors, [&](Range seen, int64_t first, int64_t count) {
@@ -156,6 +168,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       q.started = true;
     }
   }
+  if constexpr (K::kThirds) w.thirds.pending.finish();
 }
 
 template <class K>

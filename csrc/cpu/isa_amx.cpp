@@ -172,6 +172,126 @@ struct MultiplyTiles : PairUnits<16> {
   }
 };
 
+// An operand of a product in thirds (thirds-inl.h): tiles of 16 rows of A by 32 numbers along t, or
+// of 16 pairs along t by 16 lanes of X. Strides in pairs: of the rows of a tile, of the tiles of
+// its three parts, of tiles along t and of those across.
+struct Thirds {
+  uint32_t* data = nullptr;
+  int64_t row = 16, plane = 256, step = 768, across = 0;
+  int64_t along = 0;     // tiles along t
+  bool unusual = false;  // some number is not `usual`, and counts as 0 here
+  uint32_t* at(int64_t along, int64_t across_) const {
+    return data + along * step + across_ * across;
+  }
+};
+
+// Multiply-adds, but for whole tiles in thirds.
+struct MultiplyThirds : Multiply<F32x16Intel> {
+  static constexpr bool kThirds = true;
+  using Session = MultiplyTiles::Session;
+
+  template <bool kRounded>
+  static __m512 high_half(__m512 x) {
+    __m512i u = _mm512_castps_si512(x);
+    if constexpr (kRounded) u = _mm512_add_epi32(u, _mm512_set1_epi32(0x8000));
+    return _mm512_castsi512_ps(_mm512_and_si512(u, _mm512_set1_epi32((int)0xffff0000)));
+  }
+  // Of numbers whose low halves are zero, or which are subnormal, and count as zero: 32 of a row,
+  // or 16 pairs.
+  static void store_row(__m512 first, __m512 second, uint32_t* to) {
+    _mm512_storeu_si512(to, MultiplyTiles::both(first, second));
+  }
+  static void store_pair(__m512 first, __m512 second, uint32_t* to) {
+    constexpr int kFirstOrHalfOfSecond = 0xf8;  // a | (b & c)
+    _mm512_storeu_si512(
+        to, _mm512_ternarylogic_epi32(_mm512_srli_epi32(_mm512_castps_si512(first), 16),
+                                      _mm512_castps_si512(second),
+                                      _mm512_set1_epi32((int)0xffff0000), kFirstOrHalfOfSecond));
+  }
+  // P of half a block of queries: not rounded, since what it meets is.
+  struct Weights {
+    using Unit = uint32_t;
+    using Session = MultiplyTiles::Session;
+    static constexpr int kStep = 2, kUnitBlock = 16, kRowBlock = 16;
+    static void store_pairs(__m512 first, __m512 second, Unit* to) {
+#pragma GCC unroll 3
+      for (int i = 0; i < 3; i++) {
+        const __m512 x = i < 2 ? high_half<false>(first) : first;
+        const __m512 y = i < 2 ? high_half<false>(second) : second;
+        store_pair(x, y, to + i * (kTile / 2 * kHalfRow));
+        first = _mm512_sub_ps(first, x);
+        second = _mm512_sub_ps(second, y);
+      }
+    }
+  };
+
+  template <bool kAdd, bool kTwoRows, bool kTwoColumns>
+  static void block(const Thirds& a, int64_t row, const Thirds& x, int64_t lane, float* c,
+                    int64_t ldc) {
+    asm volatile(""
+                 :
+                 :
+                 : "memory");  // the compiler does not know that tiles are loaded from memory
+    if constexpr (kAdd) {
+      _tile_loadd(0, c, ldc * 4);
+      if constexpr (kTwoColumns) _tile_loadd(1, c + 16, ldc * 4);
+      if constexpr (kTwoRows) _tile_loadd(2, c + 16 * ldc, ldc * 4);
+      if constexpr (kTwoRows && kTwoColumns) _tile_loadd(3, c + 16 * ldc + 16, ldc * 4);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    const int64_t a_row = a.row * 4, x_row = x.row * 4;
+    for (int64_t t = 0; t < a.along; t++) {
+      const auto rows = [&](int part) __attribute__((always_inline)) {
+        const uint32_t* const from = a.at(t, row) + part * a.plane;
+        _tile_loadd(4, from, a_row);
+        if constexpr (kTwoRows) _tile_loadd(5, from + a.across, a_row);
+      };
+      const auto lanes = [&](int part) __attribute__((always_inline)) {
+        const uint32_t* const from = x.at(t, lane) + part * x.plane;
+        _tile_loadd(6, from, x_row);
+        if constexpr (kTwoColumns) _tile_loadd(7, from + x.across, x_row);
+      };
+      const auto add = [&]() __attribute__((always_inline)) {
+        _tile_dpbf16ps(0, 4, 6);
+        if constexpr (kTwoColumns) _tile_dpbf16ps(1, 4, 7);
+        if constexpr (kTwoRows) _tile_dpbf16ps(2, 5, 6);
+        if constexpr (kTwoRows && kTwoColumns) _tile_dpbf16ps(3, 5, 7);
+      };
+      rows(0), lanes(2), add();
+      lanes(1), add();
+      rows(1), add();
+      lanes(0), add();
+      rows(2), add();
+      rows(0), add();
+    }
+    _tile_stored(0, c, ldc * 4);
+    if constexpr (kTwoColumns) _tile_stored(1, c + 16, ldc * 4);
+    if constexpr (kTwoRows) _tile_stored(2, c + 16 * ldc, ldc * 4);
+    if constexpr (kTwoRows && kTwoColumns) _tile_stored(3, c + 16 * ldc + 16, ldc * 4);
+    asm volatile("" : : : "memory");  // nor that they are stored to it
+  }
+
+  // c[rows, vectors * 16] = A X, or c += term by term; rows padded to 16, of the lanes from `lane`
+  // on.
+  template <bool kAdd = false>
+  static void product(const Thirds& a, int64_t rows, const Thirds& x, int64_t lane, int64_t vectors,
+                      float* c, int64_t ldc) {
+    for (int64_t m = 0; m < rows; m += 32)
+      for (int64_t i = 0; i < vectors; i += 2) {
+        const int64_t v = m % 64 == 0 ? i : (vectors - 1) / 2 * 2 - i;  // one operand is still near
+        const auto run = m + 16 < rows
+                             ? v + 1 < vectors ? block<kAdd, true, true> : block<kAdd, true, false>
+                         : v + 1 < vectors ? block<kAdd, false, true>
+                                           : block<kAdd, false, false>;
+        run(a, m / 16, x, lane / 16 + v, c + m * ldc + v * 16, ldc);
+      }
+  }
+};
+
 }  // namespace
 }  // namespace mha_ext::cpu
 
@@ -188,6 +308,8 @@ struct MultiplyTiles : PairUnits<16> {
 #include "forward_block-inl.h"
 //
 #include "matrix-inl.h"
+//
+#include "thirds-inl.h"
 //
 #include "forward-inl.h"
 //
@@ -223,6 +345,7 @@ namespace mha_ext::cpu {
 extern const Kernels kAmx;
 constexpr Kernels kAmx = [] {
   Kernels k = kernels<F32x16Intel, F64x8Intel>("amx");
+  k.types[(int)DType::kFloat32] = type_kernels<F32x16Intel, MultiplyThirds, float>();
   k.types[(int)DType::kBFloat16] = type_kernels<F32x16Intel, MultiplyTiles, BFloat16>();
   return k;
 }();

@@ -27,7 +27,7 @@ void matrix_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, const Ope
     const Seen seen{visible == Visibility::kPartial ? w.bits : nullptr};
     softmax_pairs<K, kHalfRow>(vectors, q.started, w.s, factor, seen.from(0, lane),
                                kept.from(0, lane), q.m + lane, q.l + lane, out,
-                               q.started ? a.value_dim : 0, w.pairs, w.ahead);
+                               q.started ? a.value_dim : 0, w.pairs, w.ahead, AskSums<K>{});
     const auto add = [&]<Update kC>() {
       K::Dot::template product<kC>(value_columns, height_of<K>(a.value_dim), units_of<K>(kTile),
                                    w.pairs, kHalfRow, vectors, out, kRow);

@@ -430,6 +430,13 @@ Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
   if (has_few_queries(a, K::kLimits)) {
     few_scores_tile<K>(a, b, h, q0, rows, k0, keys, s);
   } else {
+    if constexpr (K::kThirds)
+      if (in_thirds<K>(a, b, q0, k0, keys)) {
+        thirds_scores<K>(key_rows, a.head_dim, query_lanes.packed, rows, s);
+        return a.bias.data
+                   ? add_biases<K>(a, b, h, q0, rows, 0, rows, k0, keys, visible, bits, s, scratch)
+                   : visible;
+      }
     constexpr bool kScaled = K::kPairs && K::Dot::kRowBlock == 1;
     const typename K::T scale = (typename K::T)a.scale;
     score_product_bands<K, kScaled>(bands, key_rows, keys, a.head_dim, query_lanes, rows, s, ahead,

@@ -158,10 +158,11 @@ void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, See
 // raised. False, where one has to: then l is as it was. Where a matrix unit makes S, which neither
 // scales it nor asks for what is wanted next: of S times `factor` (else 1), the first rows of `out`
 // are asked for, and kAsk: two lines with each two keys of a vector.
-template <class K, int NV, int64_t kLd, bool kTry, bool kAsk, bool kMasked, bool kDropout>
+template <class K, int NV, int64_t kLd, bool kTry, bool kAsk, bool kMasked, bool kDropout,
+          class Beside>
 bool softmax_pairs_lanes(const typename K::T* s, typename K::T factor, Seen seen, Seen kept,
                          const typename K::T* m, typename K::T* l, const typename K::T* out,
-                         typename K::Unit* pairs, Ahead& ahead) {
+                         typename K::Unit* pairs, Ahead& ahead, Beside& beside) {
   using X = typename K::X;
   using V = typename X::V;
   constexpr bool kMatrix = K::Dot::kRowBlock > 1;
@@ -187,7 +188,7 @@ bool softmax_pairs_lanes(const typename K::T* s, typename K::T factor, Seen seen
         ahead.ask(lines);
         ahead.ask(lines);
       }
-      if constexpr (kMatrix) ask_sums<K, NV>(out, n / 2 * NV + i);
+      if constexpr (kMatrix) beside.template step<NV>(out, n / 2 * NV + i);
       const typename K::T* p = s + n * kLd + i * K::kLanes;
       const V x0 = X::sub(scaled(X::load(p)), level[i]);
       const V x1 = X::sub(scaled(X::load(p + kLd)), level[i]);
@@ -258,18 +259,20 @@ void softmax_one_tile(int64_t keys, int64_t vectors, typename K::T* s, const typ
 
 // The same to the bit, rounded as tile_vectors rounds P, of rows of kLd queries, as many vectors of
 // them at once as fit. S may be scaled thereby.
-template <class K, int64_t kLd, bool kMasked, bool kDropout>
+template <class K, int64_t kLd, bool kMasked, bool kDropout, class Beside>
 void softmax_pairs_of(int64_t vectors, bool started, typename K::T* s, typename K::T factor,
                       Seen seen, Seen kept, typename K::T* m, typename K::T* l, typename K::T* out,
-                      int64_t value_dim, typename K::Unit* pairs, Ahead& ahead) {
+                      int64_t value_dim, typename K::Unit* pairs, Ahead& ahead, Beside& beside) {
   by_vectors<K, kLd / K::kLanes>(vectors, [&]<int NV>(int64_t lane) {
     const Seen sees = seen.from(0, lane), keeps = kept.from(0, lane);
     const auto exponentials = [&]<bool kTry>(typename K::T scale) {
       constexpr bool kMayAsk = K::Dot::kRowBlock > 1;
-      const auto run = kMayAsk && ahead.waiting()
-                           ? softmax_pairs_lanes<K, NV, kLd, kTry, kMayAsk, kMasked, kDropout>
-                           : softmax_pairs_lanes<K, NV, kLd, kTry, false, kMasked, kDropout>;
-      return run(s + lane, scale, sees, keeps, m + lane, l + lane, out + lane, pairs + lane, ahead);
+      const auto run =
+          kMayAsk && ahead.waiting()
+              ? softmax_pairs_lanes<K, NV, kLd, kTry, kMayAsk, kMasked, kDropout, Beside>
+              : softmax_pairs_lanes<K, NV, kLd, kTry, false, kMasked, kDropout, Beside>;
+      return run(s + lane, scale, sees, keeps, m + lane, l + lane, out + lane, pairs + lane, ahead,
+                 beside);
     };
     if (started && exponentials.template operator()<true>(factor)) return;
     scale_tile<K, kLd>(factor, kTile, NV, s + lane);
@@ -278,13 +281,22 @@ void softmax_pairs_of(int64_t vectors, bool started, typename K::T* s, typename 
     exponentials.template operator()<false>(1);
   });
 }
-template <class K, int64_t kLd = kRow>
+// What is done beside each two keys of a vector: the sums that the next product is added to are
+// asked for.
+template <class K>
+struct AskSums {
+  template <int NV>
+  [[gnu::always_inline]] void step(const typename K::T* out, int64_t row) {
+    ask_sums<K, NV>(out, row);
+  }
+};
+template <class K, int64_t kLd = kRow, class Beside>
 void softmax_pairs(int64_t vectors, bool started, typename K::T* s, typename K::T factor, Seen seen,
                    Seen kept, typename K::T* m, typename K::T* l, typename K::T* out,
-                   int64_t value_dim, typename K::Unit* pairs, Ahead& ahead) {
+                   int64_t value_dim, typename K::Unit* pairs, Ahead& ahead, Beside&& beside) {
   const auto run = [&]<bool kMasked, bool kDropout>() {
     softmax_pairs_of<K, kLd, kMasked, kDropout>(vectors, started, s, factor, seen, kept, m, l, out,
-                                                value_dim, pairs, ahead);
+                                                value_dim, pairs, ahead, beside);
   };
   if (seen.bits)
     kept.bits ? run.template operator()<true, true>() : run.template operator()<true, false>();

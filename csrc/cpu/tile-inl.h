@@ -35,6 +35,8 @@ struct Kind {
     else
       return stride == columns;
   }
+  // Whether whole tiles of queries go to a matrix unit in thirds (thirds-inl.h).
+  static constexpr bool kThirds = requires { Dot::kThirds; };
   // Whether few queries take numbers at even and at odd places apart.
   static constexpr bool kSplit = !kPairs && requires(const S* p) { X::load_pairs(p, 0); };
   // Their sums over keys have two vectors of columns that lie apart, and are joined at the end.
@@ -301,9 +303,28 @@ Operand tile_operand(const typename K::T* tile, int64_t keys, int64_t rows,
   }
 }
 
+// In thirds numbers are smaller than this: then no sum of theirs grows beyond what float32 holds.
+constexpr float kUnusual = 65536;
+template <class X>
+typename X::V load_or_zero(const typename X::T* p, int64_t left) {
+  return left >= X::kLanes ? X::load(p) : left > 0 ? X::load(p, left) : X::zero();
+}
+template <class X>
+typename X::M usual_lanes(typename X::V x) {
+  return X::gt(X::set(kUnusual), X::max(x, X::sub(X::zero(), x)));
+}
+
+// Whether all numbers are finite, or usual, as `finite` has it.
 template <class K>
 bool all_finite(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns) {
   using X = typename K::X;
+  if constexpr (K::kThirds) {
+    uint64_t usual = first_bits(K::kLanes);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t c = 0; c < columns; c += K::kLanes)
+        usual &= X::bits(usual_lanes<X>(load_or_zero<X>(from + r * stride + c, columns - c)));
+    return usual == first_bits(K::kLanes);
+  }
   typename X::V sums[4];  // 0 * x is NaN exactly where x is not finite
   for (int i = 0; i < 4; i++) sums[i] = X::zero();
   for (int64_t r = 0; r < rows; r++) {
@@ -323,9 +344,11 @@ bool all_finite(const typename K::S* from, int64_t stride, int64_t rows, int64_t
 
 // A product over a partial tile would compute 0 * NaN for pairs that are hidden. So where an
 // operand is not finite, it is multiplied as a clean copy, with 0 in place of what is not finite;
-// then that is added for the visible pairs alone.
+// then that is added for the visible pairs alone. Where products are of thirds, so are numbers that
+// are too large for them.
 template <class K>
 bool finite(typename K::S x) {
+  if constexpr (K::kThirds) return -kUnusual < x && x < kUnusual;
   return widen(x) - widen(x) == 0;
 }
 template <class K>

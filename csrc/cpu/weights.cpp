@@ -14,7 +14,8 @@
 namespace mha_ext::cpu {
 namespace {
 
-// Rows of the weights that are wanted and stand one after the other: one call of the kernel.
+// Rows of the weights that are wanted and stand one after the other in one block: one call of the
+// kernel.
 struct RowRun {
   int64_t query, count, to;
 };
@@ -23,8 +24,7 @@ std::vector<RowRun> row_runs(const Attention& a, at::OptionalIntArrayRef rows) {
   const int64_t count = rows ? static_cast<int64_t>(rows->size()) : a.queries;
   for (int64_t i = 0; i < count; i++) {
     const int64_t query = rows ? (*rows)[i] : i;
-    if (!runs.empty() && runs.back().query + runs.back().count == query &&
-        runs.back().count < kTile)
+    if (!runs.empty() && runs.back().query + runs.back().count == query && query % kTile != 0)
       runs.back().count++;
     else
       runs.push_back({query, 1, i});

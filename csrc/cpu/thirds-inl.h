@@ -1,0 +1,288 @@
+// float32 products on a matrix unit of bfloat16. A number is the sum of three of 8 bits each, its
+// thirds; of their nine products the six that float32 can see are added up, the smallest first. So
+// sums are as exact as those of multiply-adds, and six products of the unit take less time.
+namespace mha_ext::cpu {
+namespace {
+
+constexpr int64_t kThirdsStep = 32;  // numbers along t are padded to these, rows of A to half of it
+
+// What of an operand is multiplied before it is cut, so that subnormal numbers keep all bits.
+constexpr float kThirdsScale = 16777216;  // 2^24
+
+inline int64_t thirds_size(int64_t along, int64_t across) {
+  return 3 * round_up(along, kThirdsStep) / 2 * round_up(across, kThirdsStep / 2);
+}
+
+// x = part[0] + part[1] + part[2], of which the low halves of 32 bits are zero. Cut off, or
+// rounded: then the rest is half as large, and of either sign.
+template <class K, bool kRounded>
+[[gnu::always_inline]] inline void cut(typename K::X::V x, typename K::X::V (&part)[3]) {
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    part[i] = K::Dot::template high_half<kRounded>(x);
+    x = K::X::sub(x, part[i]);
+  }
+  part[2] = x;
+}
+
+// x times factor, and 0 in place of what is not usual.
+template <class X>
+[[gnu::always_inline]] inline typename X::V usual_part(typename X::V x, typename X::V factor,
+                                                       bool& unusual) {
+  const typename X::M in = usual_lanes<X>(x);
+  unusual |= X::bits(in) != first_bits(X::kLanes);
+  return X::select(in, X::mul(factor, x), X::zero());
+}
+
+// 32 numbers of a row of A.
+template <class K>
+[[gnu::always_inline]] inline void store_row_thirds(typename K::X::V first, typename K::X::V second,
+                                                    int64_t plane, uint32_t* to) {
+  typename K::X::V x[3], y[3];
+  cut<K, true>(first, x);
+  cut<K, true>(second, y);
+#pragma GCC unroll 3
+  for (int i = 0; i < 3; i++) K::Dot::store_row(x[i], y[i], to + i * plane);
+}
+
+// Tiles along t one after the other, for each 16 rows of A or lanes of X; `count` numbers along t.
+template <class K>
+void lay_out(int64_t count, Thirds& to) {
+  to.along = ceil_div(count, kThirdsStep);
+  to.across = to.along * to.step;
+  to.unusual = false;
+}
+// A(m, t) = factor rows[m][t]
+template <class K>
+void rows_in_thirds(const float* from, int64_t stride, int64_t rows, int64_t columns, float factor,
+                    Thirds& to) {
+  using X = typename K::X;
+  const typename X::V f = X::set(factor);
+  lay_out<K>(columns, to);
+  for (int64_t r = 0; r < round_up(rows, X::kLanes); r++)
+    for (int64_t c = 0; c < columns; c += kThirdsStep) {
+      const float* const p = from + r * stride + c;
+      const int64_t left = r < rows ? columns - c : 0;
+      store_row_thirds<K>(
+          usual_part<X>(load_or_zero<X>(p, left), f, to.unusual),
+          usual_part<X>(load_or_zero<X>(p + X::kLanes, left - X::kLanes), f, to.unusual), to.plane,
+          to.at(c / kThirdsStep, r / X::kLanes) + r % X::kLanes * to.row);
+    }
+}
+// A(m, t) = factor rows[t][m]
+template <class K>
+void columns_in_thirds(const float* from, int64_t stride, int64_t rows, int64_t columns,
+                       float factor, Thirds& to) {
+  using X = typename K::X;
+  const typename X::V f = X::set(factor);
+  lay_out<K>(rows, to);
+  for (int64_t c = 0; c < columns; c += X::kLanes)
+    for (int64_t r = 0; r < rows; r += kThirdsStep) {
+      typename X::V block[2][X::kLanes];
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half++) {
+        const int64_t first = r + half * X::kLanes;
+#pragma GCC unroll 16
+        for (int i = 0; i < X::kLanes; i++)
+          block[half][i] = usual_part<X>(
+              load_or_zero<X>(from + (first + i) * stride + c, first + i < rows ? columns - c : 0),
+              f, to.unusual);
+        X::transpose(block[half]);
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < X::kLanes; i++)
+        store_row_thirds<K>(block[0][i], block[1][i], to.plane,
+                            to.at(r / kThirdsStep, c / X::kLanes) + i * to.row);
+    }
+}
+// X[t][lane] = factor rows[t][lane]
+template <class K>
+void lanes_in_thirds(const float* from, int64_t stride, int64_t rows, int64_t columns, float factor,
+                     Thirds& to) {
+  using X = typename K::X;
+  const typename X::V f = X::set(factor);
+  lay_out<K>(rows, to);
+  for (int64_t r = 0; r < round_up(rows, kThirdsStep); r += 2)
+    for (int64_t c = 0; c < columns; c += X::kLanes) {
+      const float* const p = from + r * stride + c;
+      typename X::V x[2], part[2][3];
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; i++) {
+        x[i] = load_or_zero<X>(p + i * stride, r + i < rows ? columns - c : 0);
+        cut<K, true>(usual_part<X>(x[i], f, to.unusual), part[i]);
+      }
+#pragma GCC unroll 3
+      for (int i = 0; i < 3; i++)
+        K::Dot::store_pair(
+            part[0][i], part[1][i],
+            to.at(r / kThirdsStep, c / X::kLanes) + i * to.plane + r % kThirdsStep / 2 * to.row);
+    }
+}
+
+// c[key][kLd queries] += the terms of rows[key][d] lanes[d][query] of which a factor is not usual.
+template <class K, int64_t kLd>
+void add_unusual_scores(const float* rows, int64_t stride, int64_t columns, const float* lanes,
+                        int64_t queries, float* c) {
+  for (int64_t n = 0; n < kTile; n++)
+    for (int64_t d = 0; d < columns; d++) {
+      const float x = rows[n * stride + d];
+      const bool all = !finite<K>(x);
+      for (int64_t r = 0; r < queries; r++)
+        if (all || !finite<K>(lanes[d * kRow + r])) c[n * kLd + r] += lanes[d * kRow + r] * x;
+    }
+}
+// s[key][64 queries] = rows[key][d] lanes[d][query], of all keys of a tile: the bits of
+// thirds_tile, piece by piece.
+template <class K>
+void thirds_scores(const Operand& from, int64_t columns, const float* lanes, int64_t queries,
+                   float* s) {
+  const float* const rows = (const float*)from.data;
+  const int64_t stride = from.m_stride / (int64_t)sizeof(float), vectors = vectors_of<K>(queries);
+  alignas(64) uint32_t room[2][3 * kTile / 2 * kTile];
+  bool unusual = false;
+  for (int64_t d = 0; d < columns; d += kTile) {
+    const int64_t width = min_of(kTile, columns - d);
+    Thirds a{room[0]}, x{room[1]};
+    rows_in_thirds<K>(rows + d, stride, kTile, width, 1, a);
+    lanes_in_thirds<K>(lanes + d * kRow, kRow, width, vectors * K::kLanes, 1, x);
+    if (d == 0)
+      K::Dot::product(a, kTile, x, 0, vectors, s, kRow);
+    else
+      K::Dot::template product<true>(a, kTile, x, 0, vectors, s, kRow);
+    unusual |= a.unusual || x.unusual;
+  }
+  if (unusual) add_unusual_scores<K, kRow>(rows, stride, columns, lanes, queries, s);
+}
+// out[column][64 queries] += P V, of the terms of V that are not usual and of pairs that are seen.
+template <class K>
+void add_unusual_values(const float* value, int64_t stride, int64_t columns, const Thirds& p,
+                        const uint64_t* bits, int64_t lane, int64_t queries, float* out) {
+  for (int64_t n = 0; n < kTile; n++)
+    for (int64_t d = 0; d < columns; d++) {
+      const float x = value[n * stride + d];
+      if (finite<K>(x)) continue;
+      for (int64_t r = 0; r < queries; r++) {
+        if (bits && !(bits[n] >> (lane + r) & 1)) continue;
+        float weight = 0;
+        for (int i = 2; i >= 0; i--) {
+          const uint32_t pair = p.data[i * p.plane + n / 2 * p.row + r];
+          weight += widen(BFloat16{(uint16_t)(n % 2 ? pair >> 16 : pair)});
+        }
+        out[d * kRow + r] += weight * x;
+      }
+    }
+}
+
+// A product that still has to be added to `out`, or, at first, stored there: row by row beside the
+// exponentials of the next, since what the unit has just stored cannot be read for a while.
+template <class K>
+struct PendingSum {
+  const float* sum = nullptr;  // [rows][kHalfRow]
+  float* out = nullptr;        // [rows][64]
+  int64_t rows = 0, vectors = 0;
+  int64_t share = 1;  // rows of a step
+  bool started = false;
+
+  template <int NV>
+  [[gnu::always_inline]] void step(const float*, int64_t) {
+    for (int64_t i = 0; i < share && rows > 0; i++) add_row();
+  }
+  void finish() {
+    while (rows > 0) add_row();
+  }
+
+ private:
+  [[gnu::always_inline]] void add_row() {
+    using X = typename K::X;
+    const typename X::V back = X::set(1 / kThirdsScale);
+    for (int64_t at = 0; at < vectors * K::kLanes; at += K::kLanes)
+      X::store(out + at, X::fma(back, X::load(sum + at), started ? X::load(out + at) : X::zero()));
+    out += kRow;
+    sum += kHalfRow;
+    rows--;
+  }
+};
+
+// What forward keeps in thirds: of the tile, of half of its weights, and of each block of queries.
+template <class K>
+struct ForwardThirds<K, true> {
+  Thirds key, value, weights, query[kGroup];
+  float* sum;  // [value_dim][kHalfRow] of the last product
+  PendingSum<K> pending;
+  bool packed, query_packed[kGroup];
+
+  ForwardThirds(const Attention& a, Arena& arena) {
+    const bool taken = takes_thirds<K>(a, a.queries);
+    const auto take = [&](int64_t along, int64_t across) {
+      Thirds t;
+      t.data = arena.take<uint32_t>(taken ? thirds_size(along, across) : 0);
+      return t;
+    };
+    key = take(a.head_dim, kTile);
+    value = take(kTile, a.value_dim);
+    weights = take(kTile, kHalfRow);
+    weights.row = kHalfRow;  // as store_pairs of Weights has them
+    weights.plane = kTile / 2 * kHalfRow;
+    weights.step = kThirdsStep / 2 * kHalfRow;
+    weights.across = K::kLanes;
+    for (int64_t i = 0; i < min_of(kGroup, ceil_div(a.queries, kTile)); i++)
+      query[i] = take(a.head_dim, kRow);
+    sum = arena.take<float>(taken ? round_up(a.value_dim, K::kLanes) * kHalfRow : 0);
+  }
+};
+
+// As matrix_tile, of the i-th block: m, l and `out` over 64 more keys, by halves of the queries.
+template <class K>
+void thirds_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t i,
+                 Visibility visible, ForwardScratch<K>& w) {
+  using X = typename K::X;
+  using Pairs = Kind<X, typename K::Dot::Weights, float>;
+  ForwardThirds<K>& t = w.thirds;
+  const QueryBlock<K>& q = w.blocks[i];
+  const int64_t kv = kv_head(a, h);
+  const float* const key = row_of<K>(a.key, b, kv, k0);
+  const float* const value = row_of<K>(a.value, b, kv, k0);
+  if (!t.packed) {
+    rows_in_thirds<K>(key, a.key.row, kTile, a.head_dim, 1, t.key);
+    columns_in_thirds<K>(value, a.value.row, kTile, a.value_dim, kThirdsScale, t.value);
+  }
+  t.packed = true;
+  Thirds& query = t.query[i];
+  if (!t.query_packed[i])
+    lanes_in_thirds<K>(q.query, kRow, a.head_dim, q.vectors * K::kLanes, 1, query);
+  t.query_packed[i] = true;
+  if (a.dropout.seed) dropout_tile<K>(a, b, h, q.q0, q.rows, k0, kTile, w.keep);
+  const Seen kept{a.dropout.seed ? w.keep : nullptr};
+  for (int64_t lane = 0; lane < q.vectors * K::kLanes; lane += kHalfRow) {
+    const int64_t vectors = min_of(kHalfRow / K::kLanes, q.vectors - lane / K::kLanes);
+    const int64_t queries = min_of(kHalfRow, q.rows - lane);
+    float* const out = q.out + lane;
+    K::Dot::product(t.key, kTile, query, lane, vectors, w.s, kHalfRow);
+    if (t.key.unusual || query.unusual)
+      add_unusual_scores<K, kHalfRow>(key, a.key.row, a.head_dim, q.query + lane, queries, w.s);
+    if (a.bias.data)
+      visible = add_biases<K, kHalfRow>(a, b, h, q.q0, q.rows, lane, queries, k0, kTile, visible,
+                                        w.bits, w.s, w.extra);
+    const bool partial = visible == Visibility::kPartial;
+    softmax_pairs<Pairs, kHalfRow>(vectors, q.started, w.s, 1,
+                                   Seen{partial ? w.bits : nullptr}.from(0, lane),
+                                   kept.from(0, lane), q.m + lane, q.l + lane, out,
+                                   q.started ? a.value_dim : 0, t.weights.data, w.ahead, t.pending);
+    t.pending.finish();  // of the half before, where it had more rows than there were steps
+    K::Dot::product(t.value, a.value_dim, t.weights, 0, vectors, t.sum, kHalfRow);
+    t.pending.sum = t.sum;
+    t.pending.out = out;
+    t.pending.rows = a.value_dim;
+    t.pending.vectors = vectors;
+    t.pending.share = ceil_div(a.value_dim, kTile);
+    t.pending.started = q.started;
+    if (t.value.unusual) {
+      t.pending.finish();
+      add_unusual_values<K>(value, a.value.row, a.value_dim, t.weights, partial ? w.bits : nullptr,
+                            lane, queries, out);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu
