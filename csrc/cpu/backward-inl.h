@@ -156,6 +156,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
                                            q.w->grad_out_rows, tiles);
     }
     q.loaded = true;
+    if constexpr (K::kThirds) w.thirds.packed = false;
   };
   // What is wanted soon, beside the products; a matrix unit asks for nothing there.
   const auto ask_ahead = [&](const GradBlock<K>& q, int64_t h, int64_t k0) {
@@ -216,13 +217,6 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
     if (w.once) read_rows(at, keys);
     const int64_t in = w.once ? 0 : at;
     of.sums = q.sum;
-    const Visibility visible =
-        gradient_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, rows_from(key_rows, in),
-                         rows_from(value_rows, in), of, [&] { return !is_dirty(q, at, keys); });
-    if (visible == Visibility::kEmpty) return add_left();
-    if (write_bias) store_bias_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, w.one, of.ds);
-    if (g.adds_bias) add_bias_tile<K>(g, b, h, q.q0, q.rows, k0, keys, of.ds);
-
     TilePlace<K> tile{q.query,
                       q.grad_out,
                       q.query_in,
@@ -236,6 +230,27 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
                       !w.touched[at / kTile],
                       q.sum,
                       q.first && (!q.add_sum || part.apart) ? Update::kStore : Update::kAddSum};
+    if constexpr (K::kThirds)
+      if (!w.once && g.grad_out.data && !g.grad_weights.data &&
+          in_thirds<K>(a, b, q.q0, k0, keys)) {
+        Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
+        if (visible == Visibility::kEmpty) return;
+        thirds_gradient<K>(a, g, b, h, q.q0, k0, value + at * a.value.row, tile, visible,
+                           g.grad_bias.data, w);
+        if (write_bias)
+          store_bias_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, w.one, w.thirds.ds_tile);
+        if (g.adds_bias) add_bias_tile<K>(g, b, h, q.q0, q.rows, k0, keys, w.thirds.ds_tile);
+        q.first = false;
+        w.touched[at / kTile] = true;
+        return;
+      }
+    const Visibility visible =
+        gradient_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, rows_from(key_rows, in),
+                         rows_from(value_rows, in), of, [&] { return !is_dirty(q, at, keys); });
+    if (visible == Visibility::kEmpty) return add_left();
+    if (write_bias) store_bias_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, w.one, of.ds);
+    if (g.adds_bias) add_bias_tile<K>(g, b, h, q.q0, q.rows, k0, keys, of.ds);
+
     q.first = false;
     w.touched[at / kTile] = true;
     if (visible == Visibility::kPartial && is_dirty(q, at, keys)) {

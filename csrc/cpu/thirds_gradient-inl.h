@@ -1,0 +1,278 @@
+// A whole tile of backward where float32 is multiplied in thirds.
+namespace mha_ext::cpu {
+namespace {
+
+// What backward keeps in thirds. As the products of scores and of dP read them: K and V of each
+// tile, Q and dO of the block; as those of gradients do: K across, P and dS, Q and dO by rows.
+// Those that may be small carry kThirdsScale, so that no bit of theirs is lost.
+template <class K>
+struct BackwardThirds<K, true> {
+  struct Keys {
+    Thirds key, value, across;
+    bool packed;
+  };
+  Keys* keys;  // of each tile
+  Thirds query, grad_out, query_rows, grad_out_rows, p, ds, ds_lanes;
+  float *sum, *sums;        // of grad_query, and of grad_key and grad_value of the tile
+  float *p_tile, *ds_tile;  // P and dS as they are, where somebody looks at them
+  bool taken, packed, unusual;
+
+  BackwardThirds() = default;
+  BackwardThirds(const Attention& a, int64_t tiles, bool all_once, Arena& arena) {
+    taken = takes_thirds<K>(a, min_of(kTile, a.queries)) && !all_once;
+    const auto take = [&](int64_t along, int64_t across) {
+      Thirds t;
+      t.data = arena.take<uint32_t>(taken ? thirds_size(along, across) : 0);
+      return t;
+    };
+    keys = arena.take<Keys>(taken ? tiles : 0);
+    for (int64_t i = 0; i < (taken ? tiles : 0); i++) {
+      const Thirds key = take(a.head_dim, kTile), value = take(a.value_dim, kTile),
+                   across = take(kTile, a.head_dim);
+      if (arena.base) keys[i] = {key, value, across, false};
+    }
+    query = take(a.head_dim, kRow);
+    grad_out = take(a.value_dim, kRow);
+    query_rows = take(kRow, a.head_dim);
+    grad_out_rows = take(kRow, a.value_dim);
+    p = take(kRow, kTile);
+    ds = take(kRow, kTile);
+    ds_lanes = take(kTile, kRow);
+    sum = arena.take<float>(taken ? round_up(a.head_dim, K::kLanes) * kRow : 0);
+    sums = arena.take<float>(taken ? kTile * padded<K>(max_of(a.head_dim, a.value_dim)) : 0);
+    p_tile = arena.take<float>(taken ? kTile * kRow : 0);
+    ds_tile = arena.take<float>(taken ? kTile * kRow : 0);
+  }
+};
+
+// P and dS of two keys of a vector of queries: as rows of keys, and dS as lanes too.
+template <class K>
+[[gnu::always_inline]] inline void store_gradients(const typename K::X::V (&kept)[2],
+                                                   const typename K::X::V (&grad)[2], int64_t n,
+                                                   int64_t lane, const BackwardThirds<K>& t) {
+  using V = typename K::X::V;
+  const int64_t row = n % K::kLanes * t.p.row + lane % kThirdsStep / 2;
+  uint32_t* const to_p = t.p.at(lane / kThirdsStep, n / K::kLanes) + row;
+  uint32_t* const to_ds = t.ds.at(lane / kThirdsStep, n / K::kLanes) + row;
+  uint32_t* const to_lanes =
+      t.ds_lanes.at(n / kThirdsStep, lane / K::kLanes) + n % kThirdsStep / 2 * t.ds_lanes.row;
+  V p[2][3], ds[2][3];
+#pragma GCC unroll 2
+  for (int k = 0; k < 2; k++) {
+    cut<K, false>(kept[k], p[k]);
+    cut<K, false>(grad[k], ds[k]);
+  }
+#pragma GCC unroll 3
+  for (int i = 0; i < 3; i++) {
+    K::Dot::store_halves(p[0][i], p[1][i], to_p + i * t.p.plane, to_p + i * t.p.plane + t.p.row);
+    K::Dot::store_halves(ds[0][i], ds[1][i], to_ds + i * t.ds.plane,
+                         to_ds + i * t.ds.plane + t.ds.row);
+    K::Dot::store_pair(ds[0][i], ds[1][i], to_lanes + i * t.ds_lanes.plane);
+  }
+}
+
+// Of half a block of queries: from S and dP (times 1 / factor), [key][kHalfRow], P and dS (times
+// kThirdsScale) in thirds. kKept: as they are, too; dS that is not usual, or may have become so by
+// the factor, is left to who looks at them.
+template <class K, bool kDropout, bool kPartial, bool kKept>
+void thirds_gradients(int64_t lane, float keep_scale, float factor, GradScratch<K>& w,
+                      const BackwardThirds<K>& t) {
+  using X = typename K::X;
+  using V = typename X::V;
+  constexpr int kVectors = kHalfRow / X::kLanes;
+  GradLanes<X> of[kVectors];
+#pragma GCC unroll 2
+  for (int i = 0; i < kVectors; i++) {
+    const int64_t at = lane + i * X::kLanes;
+    of[i] = {X::load(w.high + at), X::load(w.low + at),
+             X::mul(X::set(kThirdsScale), X::load(w.shift + at)), X::set(keep_scale)};
+  }
+  const V f = X::set(factor);
+  for (int64_t n = 0; n < kTile; n += 2)
+#pragma GCC unroll 2
+    for (int i = 0; i < kVectors; i++) {
+      const int64_t at = lane + i * X::kLanes;
+      V kept[2], grad[2];
+      uint64_t keep[2];
+#pragma GCC unroll 2
+      for (int k = 0; k < 2; k++) {
+        kept[k] = X::load(w.p + (n + k) * kHalfRow + i * X::kLanes);
+        grad[k] = X::mul(f, X::load(w.ds + (n + k) * kHalfRow + i * X::kLanes));
+        keep[k] = kDropout ? w.keep[n + k] >> at : 0;
+      }
+      gradient_vectors<X, kDropout, 2>(of[i], keep, kept, grad);
+      if constexpr (kPartial) {
+#pragma GCC unroll 2
+        for (int k = 0; k < 2; k++) {
+          const typename X::M visible = X::mask(w.bits[n + k] >> at);
+          grad[k] = X::select(visible, grad[k], X::zero());
+          kept[k] = X::select(visible, kept[k], X::zero());
+        }
+      }
+      if constexpr (kKept) {
+        for (int k = 0; k < 2; k++) {
+          V whole[1] = {X::load(w.p + (n + k) * kHalfRow + i * X::kLanes)};
+          V exact[1] = {X::mul(X::set(factor / kThirdsScale),
+                               X::load(w.ds + (n + k) * kHalfRow + i * X::kLanes))};
+          const GradLanes<X> as_it_is{of[i].high, of[i].low, X::load(w.shift + at),
+                                      of[i].keep_scale};
+          const uint64_t one[1] = {keep[k]};
+          gradient_vectors<X, kDropout, 1>(as_it_is, one, whole, exact);
+          if constexpr (kPartial)
+            exact[0] = X::select(X::mask(w.bits[n + k] >> at), exact[0], X::zero());
+          const typename X::M in = usual_lanes<X>(exact[0]);
+          X::store(t.p_tile + (n + k) * kRow + at, kept[k]);
+          X::store(t.ds_tile + (n + k) * kRow + at, exact[0]);
+          const V scale = X::set(kThirdsScale);
+          const typename X::M same = usual_lanes<X>(X::mul(X::set(1 / kThirdsScale), grad[k]));
+          grad[k] = X::select(same, grad[k], X::mul(scale, exact[0]));
+          grad[k] = X::select(in, grad[k], X::zero());
+        }
+      }
+      store_gradients<K>(kept, grad, n, at, t);
+    }
+}
+
+// The terms of grad_query and grad_key whose dS is not usual, but for those of what is not usual
+// in K and Q.
+template <class K>
+void add_unusual_gradients(const Attention& a, const AttentionGrad& g, const TilePlace<K>& tile,
+                           const float* ds, BackwardScratch<K>& w) {
+  float* const grad_key = w.grad_key + tile.at * padded<K>(a.head_dim);
+  for (int64_t n = 0; n < kTile; n++)
+    for (int64_t r = 0; r < tile.rows; r++) {
+      const float x = ds[n * kRow + r];
+      if (finite<K>(x)) continue;
+      for (int64_t d = 0; d < a.head_dim; d++) {
+        const float key = tile.key[n * a.key.row + d], query = tile.query[r * a.query.row + d];
+        if (g.grad_query.data && finite<K>(key)) tile.grad_query[d * kRow + r] += x * key;
+        if (g.grad_key.data && finite<K>(query))
+          grad_key[n * padded<K>(a.head_dim) + d] += x * query;
+      }
+    }
+}
+
+// to (+)= factor from
+template <class K>
+void add_thirds(const float* from, float factor, bool fresh, int64_t rows, int64_t columns,
+                int64_t ld, float* to) {
+  using X = typename K::X;
+  const typename X::V f = X::set(factor);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c += X::kLanes) {
+      float* const p = to + r * ld + c;
+      X::store(p, X::fma(f, X::load(from + r * ld + c), fresh ? X::zero() : X::load(p)));
+    }
+}
+
+// Cuts what belongs to the block of queries, and to the tile of keys.
+template <class K>
+void pack_thirds(const Attention& a, const AttentionGrad& g, const TilePlace<K>& tile,
+                 const float* value, BackwardScratch<K>& w,
+                 typename BackwardThirds<K>::Keys& keys) {
+  BackwardThirds<K>& t = w.thirds;
+  if (!keys.packed) {
+    rows_in_thirds<K>(tile.key, a.key.row, kTile, a.head_dim, 1, keys.key);
+    rows_in_thirds<K>(value, a.value.row, kTile, a.value_dim, kThirdsScale, keys.value);
+    columns_in_thirds<K>(tile.key, a.key.row, kTile, a.head_dim, kThirdsScale, keys.across);
+    keys.packed = true;
+  }
+  if (t.packed) return;
+  t.packed = true;
+  // Whole halves: queries that are not there are zero, and have no P.
+  const int64_t filled = padded<K>(tile.rows), lanes = round_up(tile.rows, kHalfRow);
+  const auto fill = [&](float* to, int64_t columns, float value) {
+    for (int64_t d = 0; d < columns; d++)
+      for (int64_t r = filled; r < lanes; r++) to[d * kRow + r] = value;
+  };
+  fill(w.query, a.head_dim, 0);
+  fill(w.grad_out, a.value_dim, 0);
+  fill(w.high, 1, (float)INFINITY);
+  fill(w.low, 1, 0);
+  fill(w.shift, 1, 0);
+  lanes_in_thirds<K>(w.query, kRow, a.head_dim, lanes, 1, t.query);
+  lanes_in_thirds<K>(w.grad_out, kRow, a.value_dim, lanes, kThirdsScale, t.grad_out);
+  lanes_in_thirds<K>(tile.query, a.query.row, tile.rows, a.head_dim, kThirdsScale, t.query_rows);
+  lanes_in_thirds<K>(tile.grad_out, g.grad_out.row, tile.rows, a.value_dim, kThirdsScale,
+                     t.grad_out_rows);
+  lay_out<K>(tile.rows, t.p);
+  lay_out<K>(tile.rows, t.ds);
+  lay_out<K>(kTile, t.ds_lanes);
+  t.unusual = t.query.unusual || t.query_rows.unusual || t.grad_out.unusual;
+  for (int64_t r = 0; r < tile.rows; r++) t.unusual |= !finite<K>(w.shift[r]);
+}
+
+// All gradients of one tile, of whose pairs some may be hidden. `wanted`: dS as it is comes to
+// thirds.ds_tile.
+template <class K>
+void thirds_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t q0,
+                     int64_t k0, const float* value, const TilePlace<K>& tile, Visibility visible,
+                     bool wanted, BackwardScratch<K>& w) {
+  BackwardThirds<K>& t = w.thirds;
+  typename BackwardThirds<K>::Keys& keys = t.keys[tile.at / kTile];
+  pack_thirds<K>(a, g, tile, value, w, keys);
+  const bool unusual = t.unusual || keys.key.unusual || keys.value.unusual;
+  if (a.dropout.seed) dropout_tile<K>(a, b, h, q0, tile.rows, k0, kTile, w.keep);
+  for (int64_t lane = 0; lane < tile.rows; lane += kHalfRow) {
+    const int64_t queries = min_of(kHalfRow, tile.rows - lane);
+    K::Dot::product(keys.key, kTile, t.query, lane, 2, w.p, kHalfRow);
+    if (keys.key.unusual || t.query.unusual)
+      add_unusual_scores<K, kHalfRow>(tile.key, a.key.row, a.head_dim, w.query + lane, queries,
+                                      w.p);
+    if (a.bias.data)
+      visible = add_biases<K, kHalfRow>(a, b, h, q0, tile.rows, lane, queries, k0, kTile, visible,
+                                        w.bits, w.p, w.extra);
+    K::Dot::product(keys.value, kTile, t.grad_out, lane, 2, w.ds, kHalfRow);
+    float factor = 1 / kThirdsScale;
+    if (keys.value.unusual || t.grad_out.unusual) {
+      scale_tile<K, kHalfRow>(1 / kThirdsScale / kThirdsScale, kTile, 2, w.ds);
+      add_unusual_scores<K, kHalfRow>(value, a.value.row, a.value_dim, w.grad_out + lane, queries,
+                                      w.ds);
+      factor = kThirdsScale;
+    }
+    const bool partial = visible == Visibility::kPartial;
+    const auto run = [&]<bool kDropout, bool kPartial>() {
+      unusual || wanted ? thirds_gradients<K, kDropout, kPartial, true>(
+                              lane, (float)a.dropout.keep_scale, factor, w, t)
+                        : thirds_gradients<K, kDropout, kPartial, false>(
+                              lane, (float)a.dropout.keep_scale, factor, w, t);
+    };
+    if (a.dropout.seed)
+      partial ? run.template operator()<true, true>() : run.template operator()<true, false>();
+    else
+      partial ? run.template operator()<false, true>() : run.template operator()<false, false>();
+  }
+
+  constexpr float kTwice = 1 / kThirdsScale / kThirdsScale;
+  const int64_t d = a.head_dim, dv = a.value_dim, ld = padded<K>(d), ldv = padded<K>(dv);
+  const int64_t vectors = vectors_of<K>(tile.rows);
+  uint64_t all[kTile];
+  for (int64_t n = 0; n < kTile; n++) all[n] = first_bits(tile.rows);
+  const uint64_t* const bits = visible == Visibility::kPartial ? w.bits : all;
+  if (g.grad_query.data) {
+    K::Dot::product(keys.across, d, t.ds_lanes, 0, vectors, t.sum, kRow);
+    add_thirds<K>(t.sum, kTwice, tile.query_update == Update::kStore, d, vectors * K::kLanes, kRow,
+                  tile.grad_query);
+    if (unusual)
+      add_nonfinite_lanes<K>(t.ds_tile, bits, tile.key, a.key.row, kTile, d, tile.grad_query);
+  }
+  if (g.grad_value.data) {
+    float* const to = w.grad_value + tile.at * ldv;
+    K::Dot::product(t.p, kTile, t.grad_out_rows, 0, ldv / K::kLanes, t.sums, ldv);
+    add_thirds<K>(t.sums, 1 / kThirdsScale, tile.fresh, kTile, dv, ldv, to);
+    if (unusual)
+      add_nonfinite_rows<K>(t.p_tile, bits, tile.grad_out, g.grad_out.row, tile.rows, kTile, dv, to,
+                            ldv);
+  }
+  if (g.grad_key.data) {
+    float* const to = w.grad_key + tile.at * ld;
+    K::Dot::product(t.ds, kTile, t.query_rows, 0, ld / K::kLanes, t.sums, ld);
+    add_thirds<K>(t.sums, kTwice, tile.fresh, kTile, d, ld, to);
+    if (unusual)
+      add_nonfinite_rows<K>(t.ds_tile, bits, tile.query, a.query.row, tile.rows, kTile, d, to, ld);
+  }
+  if (unusual) add_unusual_gradients<K>(a, g, tile, t.ds_tile, w);
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu
