@@ -208,10 +208,6 @@ struct MultiplyThirds : Multiply<F32x16Intel> {
                                       _mm512_castps_si512(second),
                                       _mm512_set1_epi32((int)0xffff0000), kFirstOrHalfOfSecond));
   }
-  // 16 of a row each.
-  static void store_halves(__m512 first, __m512 second, uint32_t* to_first, uint32_t* to_second) {
-    MultiplyTiles::store_each(first, second, to_first, to_second);
-  }
   // P of half a block of queries: not rounded, since what it meets is.
   struct Weights {
     using Unit = uint32_t;

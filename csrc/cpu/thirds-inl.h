@@ -25,24 +25,26 @@ template <class K, bool kRounded>
   part[2] = x;
 }
 
-// x times factor, and 0 in place of what is not usual.
+// x times factor, and 0 in place of what is not usual; `usual` says where all were.
 template <class X>
 [[gnu::always_inline]] inline typename X::V usual_part(typename X::V x, typename X::V factor,
-                                                       bool& unusual) {
+                                                       uint64_t& usual) {
   const typename X::M in = usual_lanes<X>(x);
-  unusual |= X::bits(in) != first_bits(X::kLanes);
+  usual &= X::bits(in);
   return X::select(in, X::mul(factor, x), X::zero());
 }
 
-// 32 numbers of a row of A.
-template <class K>
-[[gnu::always_inline]] inline void store_row_thirds(typename K::X::V first, typename K::X::V second,
-                                                    int64_t plane, uint32_t* to) {
+// Three parts of 32 numbers: in their order, or each of the first with one of the second.
+template <class K, bool kInOrder>
+[[gnu::always_inline]] inline void store_thirds(typename K::X::V first, typename K::X::V second,
+                                                int64_t plane, uint32_t* to) {
   typename K::X::V x[3], y[3];
   cut<K, true>(first, x);
   cut<K, true>(second, y);
 #pragma GCC unroll 3
-  for (int i = 0; i < 3; i++) K::Dot::store_row(x[i], y[i], to + i * plane);
+  for (int i = 0; i < 3; i++)
+    kInOrder ? K::Dot::store_row(x[i], y[i], to + i * plane)
+             : K::Dot::store_pair(x[i], y[i], to + i * plane);
 }
 
 // Tiles along t one after the other, for each 16 rows of A or lanes of X; `count` numbers along t.
@@ -50,31 +52,34 @@ template <class K>
 void lay_out(int64_t count, Thirds& to) {
   to.along = ceil_div(count, kThirdsStep);
   to.across = to.along * to.step;
-  to.unusual = false;
 }
-// A(m, t) = factor rows[m][t]
+// A(m, t) = factor rows[m][t]. Numbers along t are in pairs with those 16 later: no number has to
+// move to another lane.
 template <class K>
 void rows_in_thirds(const float* from, int64_t stride, int64_t rows, int64_t columns, float factor,
                     Thirds& to) {
   using X = typename K::X;
   const typename X::V f = X::set(factor);
+  uint64_t usual = first_bits(X::kLanes);
   lay_out<K>(columns, to);
   for (int64_t r = 0; r < round_up(rows, X::kLanes); r++)
     for (int64_t c = 0; c < columns; c += kThirdsStep) {
       const float* const p = from + r * stride + c;
       const int64_t left = r < rows ? columns - c : 0;
-      store_row_thirds<K>(
-          usual_part<X>(load_or_zero<X>(p, left), f, to.unusual),
-          usual_part<X>(load_or_zero<X>(p + X::kLanes, left - X::kLanes), f, to.unusual), to.plane,
+      store_thirds<K, false>(
+          usual_part<X>(load_or_zero<X>(p, left), f, usual),
+          usual_part<X>(load_or_zero<X>(p + X::kLanes, left - X::kLanes), f, usual), to.plane,
           to.at(c / kThirdsStep, r / X::kLanes) + r % X::kLanes * to.row);
     }
+  to.unusual = usual != first_bits(X::kLanes);
 }
-// A(m, t) = factor rows[t][m]
+// A(m, t) = factor rows[t][m], in pairs of neighbours along t.
 template <class K>
 void columns_in_thirds(const float* from, int64_t stride, int64_t rows, int64_t columns,
                        float factor, Thirds& to) {
   using X = typename K::X;
   const typename X::V f = X::set(factor);
+  uint64_t usual = first_bits(X::kLanes);
   lay_out<K>(rows, to);
   for (int64_t c = 0; c < columns; c += X::kLanes)
     for (int64_t r = 0; r < rows; r += kThirdsStep) {
@@ -86,37 +91,35 @@ void columns_in_thirds(const float* from, int64_t stride, int64_t rows, int64_t 
         for (int i = 0; i < X::kLanes; i++)
           block[half][i] = usual_part<X>(
               load_or_zero<X>(from + (first + i) * stride + c, first + i < rows ? columns - c : 0),
-              f, to.unusual);
+              f, usual);
         X::transpose(block[half]);
       }
 #pragma GCC unroll 16
       for (int i = 0; i < X::kLanes; i++)
-        store_row_thirds<K>(block[0][i], block[1][i], to.plane,
-                            to.at(r / kThirdsStep, c / X::kLanes) + i * to.row);
+        store_thirds<K, true>(block[0][i], block[1][i], to.plane,
+                              to.at(r / kThirdsStep, c / X::kLanes) + i * to.row);
     }
+  to.unusual = usual != first_bits(X::kLanes);
 }
-// X[t][lane] = factor rows[t][lane]
+// X[t][lane] = factor rows[t][lane], in pairs as rows_in_thirds has them.
 template <class K>
 void lanes_in_thirds(const float* from, int64_t stride, int64_t rows, int64_t columns, float factor,
                      Thirds& to) {
   using X = typename K::X;
   const typename X::V f = X::set(factor);
+  uint64_t usual = first_bits(X::kLanes);
   lay_out<K>(rows, to);
-  for (int64_t r = 0; r < round_up(rows, kThirdsStep); r += 2)
-    for (int64_t c = 0; c < columns; c += X::kLanes) {
-      const float* const p = from + r * stride + c;
-      typename X::V x[2], part[2][3];
-#pragma GCC unroll 2
-      for (int i = 0; i < 2; i++) {
-        x[i] = load_or_zero<X>(p + i * stride, r + i < rows ? columns - c : 0);
-        cut<K, true>(usual_part<X>(x[i], f, to.unusual), part[i]);
+  for (int64_t first = 0; first < rows; first += kThirdsStep)
+    for (int64_t r = first; r < first + kThirdsStep / 2; r++)
+      for (int64_t c = 0; c < columns; c += X::kLanes) {
+        const auto part = [&](int64_t row) __attribute__((always_inline)) {
+          const int64_t left = row < rows ? columns - c : 0;
+          return usual_part<X>(load_or_zero<X>(from + row * stride + c, left), f, usual);
+        };
+        store_thirds<K, false>(part(r), part(r + kThirdsStep / 2), to.plane,
+                               to.at(first / kThirdsStep, c / X::kLanes) + (r - first) * to.row);
       }
-#pragma GCC unroll 3
-      for (int i = 0; i < 3; i++)
-        K::Dot::store_pair(
-            part[0][i], part[1][i],
-            to.at(r / kThirdsStep, c / X::kLanes) + i * to.plane + r % kThirdsStep / 2 * to.row);
-    }
+  to.unusual = usual != first_bits(X::kLanes);
 }
 
 // c[key][kLd queries] += the terms of rows[key][d] lanes[d][query] of which a factor is not usual.

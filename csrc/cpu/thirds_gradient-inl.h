@@ -45,29 +45,37 @@ struct BackwardThirds<K, true> {
   }
 };
 
-// P and dS of two keys of a vector of queries: as rows of keys, and dS as lanes too.
+// P and dS of two keys of half a block of queries: as rows of keys, and dS as lanes too.
 template <class K>
-[[gnu::always_inline]] inline void store_gradients(const typename K::X::V (&kept)[2],
-                                                   const typename K::X::V (&grad)[2], int64_t n,
+[[gnu::always_inline]] inline void store_gradients(const typename K::X::V (&kept)[2][2],
+                                                   const typename K::X::V (&grad)[2][2], int64_t n,
                                                    int64_t lane, const BackwardThirds<K>& t) {
   using V = typename K::X::V;
-  const int64_t row = n % K::kLanes * t.p.row + lane % kThirdsStep / 2;
-  uint32_t* const to_p = t.p.at(lane / kThirdsStep, n / K::kLanes) + row;
-  uint32_t* const to_ds = t.ds.at(lane / kThirdsStep, n / K::kLanes) + row;
-  uint32_t* const to_lanes =
-      t.ds_lanes.at(n / kThirdsStep, lane / K::kLanes) + n % kThirdsStep / 2 * t.ds_lanes.row;
-  V p[2][3], ds[2][3];
+  const int64_t step = lane / kThirdsStep, block = n / K::kLanes, row = n % K::kLanes;
+  V ds[2][2][3];  // of each vector, of each key
 #pragma GCC unroll 2
   for (int k = 0; k < 2; k++) {
-    cut<K, false>(kept[k], p[k]);
-    cut<K, false>(grad[k], ds[k]);
-  }
+    V p[2][3];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      cut<K, false>(kept[i][k], p[i]);
+      cut<K, false>(grad[i][k], ds[i][k]);
+    }
+    uint32_t* const to_p = t.p.at(step, block) + (row + k) * t.p.row;
+    uint32_t* const to_ds = t.ds.at(step, block) + (row + k) * t.ds.row;
 #pragma GCC unroll 3
-  for (int i = 0; i < 3; i++) {
-    K::Dot::store_halves(p[0][i], p[1][i], to_p + i * t.p.plane, to_p + i * t.p.plane + t.p.row);
-    K::Dot::store_halves(ds[0][i], ds[1][i], to_ds + i * t.ds.plane,
-                         to_ds + i * t.ds.plane + t.ds.row);
-    K::Dot::store_pair(ds[0][i], ds[1][i], to_lanes + i * t.ds_lanes.plane);
+    for (int part = 0; part < 3; part++) {
+      K::Dot::store_pair(p[0][part], p[1][part], to_p + part * t.p.plane);
+      K::Dot::store_pair(ds[0][k][part], ds[1][k][part], to_ds + part * t.ds.plane);
+    }
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    uint32_t* const to =
+        t.ds_lanes.at(n / kThirdsStep, lane / K::kLanes + i) + n % kThirdsStep / 2 * t.ds_lanes.row;
+#pragma GCC unroll 3
+    for (int part = 0; part < 3; part++)
+      K::Dot::store_pair(ds[i][0][part], ds[i][1][part], to + part * t.ds_lanes.plane);
   }
 }
 
@@ -88,11 +96,13 @@ void thirds_gradients(int64_t lane, float keep_scale, float factor, GradScratch<
              X::mul(X::set(kThirdsScale), X::load(w.shift + at)), X::set(keep_scale)};
   }
   const V f = X::set(factor);
-  for (int64_t n = 0; n < kTile; n += 2)
+  for (int64_t n = 0; n < kTile; n += 2) {
+    V all_kept[kVectors][2], all_grad[kVectors][2];
 #pragma GCC unroll 2
     for (int i = 0; i < kVectors; i++) {
       const int64_t at = lane + i * X::kLanes;
-      V kept[2], grad[2];
+      V(&kept)[2] = all_kept[i];
+      V(&grad)[2] = all_grad[i];
       uint64_t keep[2];
 #pragma GCC unroll 2
       for (int k = 0; k < 2; k++) {
@@ -129,8 +139,9 @@ void thirds_gradients(int64_t lane, float keep_scale, float factor, GradScratch<
           grad[k] = X::select(in, grad[k], X::zero());
         }
       }
-      store_gradients<K>(kept, grad, n, at, t);
     }
+    store_gradients<K>(all_kept, all_grad, n, lane, t);
+  }
 }
 
 // The terms of grad_query and grad_key whose dS is not usual, but for those of what is not usual
