@@ -1,5 +1,7 @@
 """Very long rows and very large scores."""
 
+from typing import Any
+
 import numpy
 import pytest
 import torch
@@ -91,6 +93,71 @@ def test_an_infinite_value_that_is_seen(dtype: torch.dtype, queries: int, keys: 
     out = mha_ext.attention(query, key, value)
     columns = torch.arange(40) == 3
     assert out[..., columns].isposinf().all() and out[..., ~columns].isfinite().all()
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("options", [{}, {"causal": "lower_right"}, {"dropout_p": 0.2}], ids=str)
+@pytest.mark.parametrize("exponent", [-120, -60, 15, 16, 17, 40, 100])
+@pytest.mark.parametrize("where", ["query", "key", "value", "grad_out"])
+def test_numbers_of_every_size(where: str, exponent: int, options: dict[str, Any]) -> None:
+    """A few that are much larger or smaller than the rest: as exact as their own terms, and no others suffer."""
+    generator = torch.Generator().manual_seed(0)
+    length, width = 515, 33
+    names = ("query", "key", "value", "grad_out")
+    given = {n: torch.randn(1, 1, length, width, generator=generator) for n in names}
+    rows, column = torch.randperm(length, generator=generator)[:9], 4
+    given[where][:, :, rows, column] *= 2.0**exponent
+    if exponent > 0 and where in ("query", "key"):  # scores stay as they were, or smaller
+        given["key" if where == "query" else "query"][..., column] *= 2.0**-exponent
+    if "dropout_p" in options:
+        options = options | {"seed": torch.tensor([1, 2])}
+
+    def results(function: Any, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        *inputs, grad_out = (tensors[name].clone() for name in names)
+        leaves = [tensor.requires_grad_() for tensor in inputs]
+        out = function(*leaves, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+    found = results(mha_ext.attention, given)
+    wide = {name: tensor.double() for name, tensor in given.items()}
+    wanted = results(reference.attention, wide)
+    # What is rounded: the sums of the terms' absolute values, and scores, which P doubles.
+    query, key, value, grad_out = (wide[name][0, 0] for name in names)
+    scores, terms = (query @ key.T, query.abs() @ key.abs().T)
+    if "causal" in options:
+        scores = scores.masked_fill(~torch.ones_like(scores).tril().bool(), -torch.inf)
+    p = (scores * width**-0.5).softmax(-1) / 0.8
+    p *= 1 + terms * width**-0.5
+    grads = grad_out.abs() @ value.abs().T
+    ds = p * (grads + (p * grads).sum(-1, keepdim=True)) * width**-0.5
+    bounds = [p @ value.abs(), ds @ key.abs(), ds.T @ query.abs(), p.T @ grad_out.abs()]
+    for name, a, b, bound in zip(("out", *names), found, wanted, bounds, strict=False):
+        error = (a[0, 0].double() - b[0, 0]).abs()
+        allowed = 16 * torch.finfo(torch.float32).eps * bound + 2.0**-126
+        assert (error <= allowed).all(), f"{name}: {(error / allowed).max():.3g} of what is allowed"
+
+
+@pytest.mark.isa
+def test_large_numbers_behind_a_mask() -> None:
+    """Finite ones, too, leave the bits of what does not see them alone."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 2, 192, 24, generator=generator) for _ in range(4)]
+    seen = torch.rand(192, 192, generator=generator) > 0.3
+    seen[:, 100] = False  # no query sees key 100
+    seen[10] = False  # query 10 sees nothing
+
+    def gradients(size: float) -> list[torch.Tensor]:
+        query, key, value, grad = (tensor.clone() for tensor in tensors)
+        for tensor, row in ((key, 100), (value, 100), (query, 10), (grad, 10)):
+            tensor[:, :, row] = size
+        leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+        out = mha_ext.attention(*leaves, seen)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    wanted = gradients(1.0)
+    for size in (65535.0, 65536.0, 1e6, 3e38):
+        for found, as_before in zip(gradients(size), wanted, strict=True):
+            assert torch.equal(found, as_before), size
 
 
 @pytest.mark.isa

@@ -52,10 +52,12 @@ void for_band_keys(const Range* bands, int64_t keys, int64_t rows, const F& f) {
 }
 
 // Whether the scores of whole tiles of keys are multiplied in thirds, for a block of so many
-// queries: more of them than a vector, and a width for which that is less work.
+// queries: more of them than a vector, a width for which that is less work, and as many tiles as
+// what is cut for them is worth.
 template <class K>
 bool takes_thirds(const Attention& a, int64_t rows) {
-  return K::kThirds && rows > K::kLanes && a.keys > kTile && a.head_dim >= K::kLanes &&
+  const int64_t least = (a.band.left_bounded || a.band.right_bounded ? 8 : 2) * kTile;
+  return K::kThirds && rows > K::kLanes && a.keys >= least && a.head_dim >= K::kLanes &&
          a.head_dim <= 512;
 }
 // Of which tiles: the same in all passes, since P is the exponential of a difference to lse, and
