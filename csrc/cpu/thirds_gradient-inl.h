@@ -79,10 +79,13 @@ template <class K>
   }
 }
 
+// Whether P and dS of a tile are kept as they are, too: dS for who adds it up, or both because some
+// may not be usual; these are 0 in thirds.
+enum class Kept { kNo, kUsual, kAny };
+
 // Of half a block of queries: from S and dP (times 1 / factor), [key][kHalfRow], P and dS (times
-// kThirdsScale) in thirds. kKept: as they are, too; dS that is not usual, or may have become so by
-// the factor, is left to who looks at them.
-template <class K, bool kDropout, bool kPartial, bool kKept>
+// kThirdsScale) in thirds.
+template <class K, bool kDropout, bool kPartial, Kept kKept>
 void thirds_gradients(int64_t lane, float keep_scale, float factor, GradScratch<K>& w,
                       const BackwardThirds<K>& t) {
   using X = typename K::X;
@@ -119,7 +122,11 @@ void thirds_gradients(int64_t lane, float keep_scale, float factor, GradScratch<
           kept[k] = X::select(visible, kept[k], X::zero());
         }
       }
-      if constexpr (kKept) {
+      if constexpr (kKept == Kept::kUsual)
+        for (int k = 0; k < 2; k++)
+          X::store(t.ds_tile + (n + k) * kRow + at, X::mul(X::set(1 / kThirdsScale), grad[k]));
+      if constexpr (kKept == Kept::kAny) {
+        // The scale may have made it infinite.
         for (int k = 0; k < 2; k++) {
           V whole[1] = {X::load(w.p + (n + k) * kHalfRow + i * X::kLanes)};
           V exact[1] = {X::mul(X::set(factor / kThirdsScale),
@@ -243,10 +250,10 @@ void thirds_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int6
     }
     const bool partial = visible == Visibility::kPartial;
     const auto run = [&]<bool kDropout, bool kPartial>() {
-      unusual || wanted ? thirds_gradients<K, kDropout, kPartial, true>(
-                              lane, (float)a.dropout.keep_scale, factor, w, t)
-                        : thirds_gradients<K, kDropout, kPartial, false>(
-                              lane, (float)a.dropout.keep_scale, factor, w, t);
+      const auto of = unusual  ? thirds_gradients<K, kDropout, kPartial, Kept::kAny>
+                      : wanted ? thirds_gradients<K, kDropout, kPartial, Kept::kUsual>
+                               : thirds_gradients<K, kDropout, kPartial, Kept::kNo>;
+      of(lane, (float)a.dropout.keep_scale, factor, w, t);
     };
     if (a.dropout.seed)
       partial ? run.template operator()<true, true>() : run.template operator()<true, false>();
