@@ -161,6 +161,74 @@ def test_large_numbers_behind_a_mask() -> None:
 
 
 @pytest.mark.isa
+@pytest.mark.parametrize("queries", [20, 32, 84, 96])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_that_rise_from_tile_to_tile(dtype: torch.dtype, queries: int) -> None:
+    """In a block that is no more than half a one, too, of whose first tile a pair is hidden."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 1, n, 64, generator=generator).to(dtype) for n in (queries, 320, 320)
+    )
+    key[:, :, 64:128] = 2 * query[:, :, 5:6]
+    key[:, :, 192:] = 4 * query[:, :, -3:-2]
+    seen = torch.ones(queries, 320, dtype=torch.bool)
+    seen[-4, 0] = seen[0, 0] = False
+    for block in (0, -1):
+        seen[block, :64] = False  # a query that sees nothing there
+        found = mha_ext.attention(query, key, value, seen)
+        wanted = reference.attention(query.double(), key.double(), value.double(), seen)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(found.double(), wanted, rtol=64 * eps, atol=64 * eps)
+
+
+@pytest.mark.isa
+def test_large_gradients_beside_large_numbers() -> None:
+    """A key that nobody sees leaves gradients their bits, however large these are."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.zeros(1, 1, 128, 64, requires_grad=True)
+    key = torch.randn(1, 1, 128, 64, generator=generator, requires_grad=True)
+    value = torch.full((1, 1, 128, 64), 1000.0)
+    value[:, :, 1::2] = -1000.0
+    seen = torch.ones(128, 128, dtype=torch.bool)
+    seen[:, 126:] = False
+
+    def gradients(last: float) -> tuple[torch.Tensor, ...]:
+        hidden = value.clone()
+        hidden[:, :, 127] = last
+        out = mha_ext.attention(query, key, hidden, seen)
+        return torch.autograd.grad(out, (query, key), torch.full_like(out, 1000.0))
+
+    wanted = gradients(0.0)
+    assert wanted[0].abs().max() > 65536
+    for last in (1e6, torch.nan):
+        assert all(map(torch.equal, gradients(last), wanted))
+
+
+@pytest.mark.isa
+def test_large_keys_on_any_number_of_threads() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 1, 128, 64, generator=generator, requires_grad=True) for _ in range(3)
+    )
+    with torch.no_grad():
+        query[..., 4] *= 1e-5
+        key[:, :, 64::7, 4] = 1e5
+    threads = torch.get_num_threads()
+
+    def gradients(count: int) -> tuple[torch.Tensor, ...]:
+        torch.set_num_threads(count)
+        out = mha_ext.attention(query, key, value)
+        return torch.autograd.grad(out.square().sum(), (query, key, value))
+
+    try:
+        wanted = gradients(1)
+        for count in (2, 3, 8):
+            assert all(map(torch.equal, gradients(count), wanted)), count
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.isa
 @pytest.mark.parametrize("hides", ["mask", "bias"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whole_tiles_beside_what_is_not_finite(dtype: torch.dtype, hides: str) -> None:

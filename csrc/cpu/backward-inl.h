@@ -137,7 +137,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const auto begin_range = [&](GradBlock<K>& q, int64_t h, int64_t range, int64_t keys) {
     // The first sum of all is the total; a range of one tile is added to it by the product, except
     // on a matrix unit, which would add term by term.
-    q.add_sum = range > 0 && keys <= kTile && Dot::kRowBlock == 1;
+    q.add_sum = range > 0 && keys <= kTile && Dot::kRowBlock == 1 && !K::kThirds;
     q.sum = part.apart ? (T*)sums + (((h - kv * group) * ranges.count + range) * blocks + q.block) *
                                         query_sum_size(a)
             : range == 0 || q.add_sum ? q.total

@@ -9,6 +9,22 @@ constexpr int64_t kThirdsStep = 32;  // numbers along t are padded to these, row
 // What of an operand is multiplied before it is cut, so that subnormal numbers keep all bits.
 constexpr float kThirdsScale = 16777216;  // 2^24
 
+// In thirds numbers are smaller than this, and dS than that: then no sum of theirs grows beyond
+// what float32 holds. What is not *usual* is 0 in them.
+constexpr float kUnusual = 65536, kUnusualGradient = 18014398509481984;  // 2^16, 2^54
+inline bool usual(float x, float limit = kUnusual) { return -limit < x && x < limit; }
+struct TakenIfUsual {
+  static bool takes(float x) { return usual(x); }
+};
+template <class X>
+typename X::M usual_lanes(typename X::V x, float limit = kUnusual) {
+  return X::gt(X::set(limit), X::max(x, X::sub(X::zero(), x)));
+}
+template <class X>
+typename X::V load_or_zero(const float* p, int64_t left) {
+  return left >= X::kLanes ? X::load(p) : left > 0 ? X::load(p, left) : X::zero();
+}
+
 inline int64_t thirds_size(int64_t along, int64_t across) {
   return 3 * round_up(along, kThirdsStep) / 2 * round_up(across, kThirdsStep / 2);
 }
@@ -25,12 +41,12 @@ template <class K, bool kRounded>
   part[2] = x;
 }
 
-// x times factor, and 0 in place of what is not usual; `usual` says where all were.
+// x times factor, and 0 in place of what is not usual; `all_usual` says where all were.
 template <class X>
 [[gnu::always_inline]] inline typename X::V usual_part(typename X::V x, typename X::V factor,
-                                                       uint64_t& usual) {
+                                                       uint64_t& all_usual) {
   const typename X::M in = usual_lanes<X>(x);
-  usual &= X::bits(in);
+  all_usual &= X::bits(in);
   return X::select(in, X::mul(factor, x), X::zero());
 }
 
@@ -60,18 +76,18 @@ void rows_in_thirds(const float* from, int64_t stride, int64_t rows, int64_t col
                     Thirds& to) {
   using X = typename K::X;
   const typename X::V f = X::set(factor);
-  uint64_t usual = first_bits(X::kLanes);
+  uint64_t all_usual = first_bits(X::kLanes);
   lay_out<K>(columns, to);
   for (int64_t r = 0; r < round_up(rows, X::kLanes); r++)
     for (int64_t c = 0; c < columns; c += kThirdsStep) {
       const float* const p = from + r * stride + c;
       const int64_t left = r < rows ? columns - c : 0;
       store_thirds<K, false>(
-          usual_part<X>(load_or_zero<X>(p, left), f, usual),
-          usual_part<X>(load_or_zero<X>(p + X::kLanes, left - X::kLanes), f, usual), to.plane,
+          usual_part<X>(load_or_zero<X>(p, left), f, all_usual),
+          usual_part<X>(load_or_zero<X>(p + X::kLanes, left - X::kLanes), f, all_usual), to.plane,
           to.at(c / kThirdsStep, r / X::kLanes) + r % X::kLanes * to.row);
     }
-  to.unusual = usual != first_bits(X::kLanes);
+  to.unusual = all_usual != first_bits(X::kLanes);
 }
 // A(m, t) = factor rows[t][m], in pairs of neighbours along t.
 template <class K>
@@ -79,7 +95,7 @@ void columns_in_thirds(const float* from, int64_t stride, int64_t rows, int64_t 
                        float factor, Thirds& to) {
   using X = typename K::X;
   const typename X::V f = X::set(factor);
-  uint64_t usual = first_bits(X::kLanes);
+  uint64_t all_usual = first_bits(X::kLanes);
   lay_out<K>(rows, to);
   for (int64_t c = 0; c < columns; c += X::kLanes)
     for (int64_t r = 0; r < rows; r += kThirdsStep) {
@@ -91,7 +107,7 @@ void columns_in_thirds(const float* from, int64_t stride, int64_t rows, int64_t 
         for (int i = 0; i < X::kLanes; i++)
           block[half][i] = usual_part<X>(
               load_or_zero<X>(from + (first + i) * stride + c, first + i < rows ? columns - c : 0),
-              f, usual);
+              f, all_usual);
         X::transpose(block[half]);
       }
 #pragma GCC unroll 16
@@ -99,7 +115,7 @@ void columns_in_thirds(const float* from, int64_t stride, int64_t rows, int64_t 
         store_thirds<K, true>(block[0][i], block[1][i], to.plane,
                               to.at(r / kThirdsStep, c / X::kLanes) + i * to.row);
     }
-  to.unusual = usual != first_bits(X::kLanes);
+  to.unusual = all_usual != first_bits(X::kLanes);
 }
 // X[t][lane] = factor rows[t][lane], in pairs as rows_in_thirds has them.
 template <class K>
@@ -107,19 +123,19 @@ void lanes_in_thirds(const float* from, int64_t stride, int64_t rows, int64_t co
                      Thirds& to) {
   using X = typename K::X;
   const typename X::V f = X::set(factor);
-  uint64_t usual = first_bits(X::kLanes);
+  uint64_t all_usual = first_bits(X::kLanes);
   lay_out<K>(rows, to);
   for (int64_t first = 0; first < rows; first += kThirdsStep)
     for (int64_t r = first; r < first + kThirdsStep / 2; r++)
       for (int64_t c = 0; c < columns; c += X::kLanes) {
         const auto part = [&](int64_t row) __attribute__((always_inline)) {
           const int64_t left = row < rows ? columns - c : 0;
-          return usual_part<X>(load_or_zero<X>(from + row * stride + c, left), f, usual);
+          return usual_part<X>(load_or_zero<X>(from + row * stride + c, left), f, all_usual);
         };
         store_thirds<K, false>(part(r), part(r + kThirdsStep / 2), to.plane,
                                to.at(first / kThirdsStep, c / X::kLanes) + (r - first) * to.row);
       }
-  to.unusual = usual != first_bits(X::kLanes);
+  to.unusual = all_usual != first_bits(X::kLanes);
 }
 
 // c[key][kLd queries] += the terms of rows[key][d] lanes[d][query] of which a factor is not usual.
@@ -129,9 +145,9 @@ void add_unusual_scores(const float* rows, int64_t stride, int64_t columns, cons
   for (int64_t n = 0; n < kTile; n++)
     for (int64_t d = 0; d < columns; d++) {
       const float x = rows[n * stride + d];
-      const bool all = !finite<K>(x);
+      const bool all = !usual(x);
       for (int64_t r = 0; r < queries; r++)
-        if (all || !finite<K>(lanes[d * kRow + r])) c[n * kLd + r] += lanes[d * kRow + r] * x;
+        if (all || !usual(lanes[d * kRow + r])) c[n * kLd + r] += lanes[d * kRow + r] * x;
     }
 }
 // s[key][64 queries] = rows[key][d] lanes[d][query], of all keys of a tile: the bits of
@@ -163,7 +179,7 @@ void add_unusual_values(const float* value, int64_t stride, int64_t columns, con
   for (int64_t n = 0; n < kTile; n++)
     for (int64_t d = 0; d < columns; d++) {
       const float x = value[n * stride + d];
-      if (finite<K>(x)) continue;
+      if (usual(x)) continue;
       for (int64_t r = 0; r < queries; r++) {
         if (bits && !(bits[n] >> (lane + r) & 1)) continue;
         float weight = 0;
@@ -180,8 +196,8 @@ void add_unusual_values(const float* value, int64_t stride, int64_t columns, con
 // exponentials of the next, since what the unit has just stored cannot be read for a while.
 template <class K>
 struct PendingSum {
-  const float* sum = nullptr;  // [rows][kHalfRow]
-  float* out = nullptr;        // [rows][64]
+  const float* sum = nullptr;             // [rows][kHalfRow]
+  float *half = nullptr, *out = nullptr;  // [rows][64], all of it, and what is left
   int64_t rows = 0, vectors = 0;
   int64_t share = 1;  // rows of a step
   bool started = false;
@@ -267,6 +283,7 @@ void thirds_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t i
       visible = add_biases<K, kHalfRow>(a, b, h, q.q0, q.rows, lane, queries, k0, kTile, visible,
                                         w.bits, w.s, w.extra);
     const bool partial = visible == Visibility::kPartial;
+    if (t.pending.half == out) t.pending.finish();  // before its level may rise
     softmax_pairs<Pairs, kHalfRow>(vectors, q.started, w.s, 1,
                                    Seen{partial ? w.bits : nullptr}.from(0, lane),
                                    kept.from(0, lane), q.m + lane, q.l + lane, out,
@@ -274,7 +291,7 @@ void thirds_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t i
     t.pending.finish();  // of the half before, where it had more rows than there were steps
     K::Dot::product(t.value, a.value_dim, t.weights, 0, vectors, t.sum, kHalfRow);
     t.pending.sum = t.sum;
-    t.pending.out = out;
+    t.pending.half = t.pending.out = out;
     t.pending.rows = a.value_dim;
     t.pending.vectors = vectors;
     t.pending.share = ceil_div(a.value_dim, kTile);

@@ -83,10 +83,10 @@ template <class K>
 // may not be usual; these are 0 in thirds.
 enum class Kept { kNo, kUsual, kAny };
 
-// Of half a block of queries: from S and dP (times 1 / factor), [key][kHalfRow], P and dS (times
-// kThirdsScale) in thirds.
+// Of half a block of queries: from S and dP (times kThirdsScale^2), [key][kHalfRow], P and dS
+// (times kThirdsScale) in thirds. kAny: ds_tile has the terms of dP that dP lacks, and gets dS.
 template <class K, bool kDropout, bool kPartial, Kept kKept>
-void thirds_gradients(int64_t lane, float keep_scale, float factor, GradScratch<K>& w,
+void thirds_gradients(int64_t lane, float keep_scale, GradScratch<K>& w,
                       const BackwardThirds<K>& t) {
   using X = typename K::X;
   using V = typename X::V;
@@ -98,7 +98,7 @@ void thirds_gradients(int64_t lane, float keep_scale, float factor, GradScratch<
     of[i] = {X::load(w.high + at), X::load(w.low + at),
              X::mul(X::set(kThirdsScale), X::load(w.shift + at)), X::set(keep_scale)};
   }
-  const V f = X::set(factor);
+  const V scale = X::set(kThirdsScale), back = X::set(1 / kThirdsScale);
   for (int64_t n = 0; n < kTile; n += 2) {
     V all_kept[kVectors][2], all_grad[kVectors][2];
 #pragma GCC unroll 2
@@ -110,7 +110,9 @@ void thirds_gradients(int64_t lane, float keep_scale, float factor, GradScratch<
 #pragma GCC unroll 2
       for (int k = 0; k < 2; k++) {
         kept[k] = X::load(w.p + (n + k) * kHalfRow + i * X::kLanes);
-        grad[k] = X::mul(f, X::load(w.ds + (n + k) * kHalfRow + i * X::kLanes));
+        grad[k] = X::mul(back, X::load(w.ds + (n + k) * kHalfRow + i * X::kLanes));
+        if constexpr (kKept == Kept::kAny)
+          grad[k] = X::fma(scale, X::load(t.ds_tile + (n + k) * kRow + at), grad[k]);
         keep[k] = kDropout ? w.keep[n + k] >> at : 0;
       }
       gradient_vectors<X, kDropout, 2>(of[i], keep, kept, grad);
@@ -124,24 +126,25 @@ void thirds_gradients(int64_t lane, float keep_scale, float factor, GradScratch<
       }
       if constexpr (kKept == Kept::kUsual)
         for (int k = 0; k < 2; k++)
-          X::store(t.ds_tile + (n + k) * kRow + at, X::mul(X::set(1 / kThirdsScale), grad[k]));
+          X::store(t.ds_tile + (n + k) * kRow + at, X::mul(back, grad[k]));
       if constexpr (kKept == Kept::kAny) {
-        // The scale may have made it infinite.
+        // Without the scale, which may have made it infinite.
         for (int k = 0; k < 2; k++) {
           V whole[1] = {X::load(w.p + (n + k) * kHalfRow + i * X::kLanes)};
-          V exact[1] = {X::mul(X::set(factor / kThirdsScale),
-                               X::load(w.ds + (n + k) * kHalfRow + i * X::kLanes))};
+          V exact[1] = {X::fma(X::mul(back, back),
+                               X::load(w.ds + (n + k) * kHalfRow + i * X::kLanes),
+                               X::load(t.ds_tile + (n + k) * kRow + at))};
           const GradLanes<X> as_it_is{of[i].high, of[i].low, X::load(w.shift + at),
                                       of[i].keep_scale};
           const uint64_t one[1] = {keep[k]};
           gradient_vectors<X, kDropout, 1>(as_it_is, one, whole, exact);
           if constexpr (kPartial)
             exact[0] = X::select(X::mask(w.bits[n + k] >> at), exact[0], X::zero());
-          const typename X::M in = usual_lanes<X>(exact[0]);
+          const typename X::M in = usual_lanes<X>(exact[0], kUnusualGradient);
           X::store(t.p_tile + (n + k) * kRow + at, kept[k]);
-          X::store(t.ds_tile + (n + k) * kRow + at, exact[0]);
-          const V scale = X::set(kThirdsScale);
-          const typename X::M same = usual_lanes<X>(X::mul(X::set(1 / kThirdsScale), grad[k]));
+          const V there = X::mul(back, grad[k]);
+          const typename X::M same = usual_lanes<X>(there, kUnusualGradient);
+          X::store(t.ds_tile + (n + k) * kRow + at, X::select(same, there, exact[0]));
           grad[k] = X::select(same, grad[k], X::mul(scale, exact[0]));
           grad[k] = X::select(in, grad[k], X::zero());
         }
@@ -160,12 +163,11 @@ void add_unusual_gradients(const Attention& a, const AttentionGrad& g, const Til
   for (int64_t n = 0; n < kTile; n++)
     for (int64_t r = 0; r < tile.rows; r++) {
       const float x = ds[n * kRow + r];
-      if (finite<K>(x)) continue;
+      if (usual(x, kUnusualGradient)) continue;
       for (int64_t d = 0; d < a.head_dim; d++) {
         const float key = tile.key[n * a.key.row + d], query = tile.query[r * a.query.row + d];
-        if (g.grad_query.data && finite<K>(key)) tile.grad_query[d * kRow + r] += x * key;
-        if (g.grad_key.data && finite<K>(query))
-          grad_key[n * padded<K>(a.head_dim) + d] += x * query;
+        if (g.grad_query.data && usual(key)) tile.grad_query[d * kRow + r] += x * key;
+        if (g.grad_key.data && usual(query)) grad_key[n * padded<K>(a.head_dim) + d] += x * query;
       }
     }
 }
@@ -217,7 +219,7 @@ void pack_thirds(const Attention& a, const AttentionGrad& g, const TilePlace<K>&
   lay_out<K>(tile.rows, t.ds);
   lay_out<K>(kTile, t.ds_lanes);
   t.unusual = t.query.unusual || t.query_rows.unusual || t.grad_out.unusual;
-  for (int64_t r = 0; r < tile.rows; r++) t.unusual |= !finite<K>(w.shift[r]);
+  for (int64_t r = 0; r < tile.rows; r++) t.unusual |= !usual(w.shift[r]);
 }
 
 // All gradients of one tile, of whose pairs some may be hidden. `wanted`: dS as it is comes to
@@ -241,19 +243,18 @@ void thirds_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int6
       visible = add_biases<K, kHalfRow>(a, b, h, q0, tile.rows, lane, queries, k0, kTile, visible,
                                         w.bits, w.p, w.extra);
     K::Dot::product(keys.value, kTile, t.grad_out, lane, 2, w.ds, kHalfRow);
-    float factor = 1 / kThirdsScale;
-    if (keys.value.unusual || t.grad_out.unusual) {
-      scale_tile<K, kHalfRow>(1 / kThirdsScale / kThirdsScale, kTile, 2, w.ds);
-      add_unusual_scores<K, kHalfRow>(value, a.value.row, a.value_dim, w.grad_out + lane, queries,
-                                      w.ds);
-      factor = kThirdsScale;
+    if (unusual) {
+      for (int64_t n = 0; n < kTile; n++)
+        for (int64_t r = lane; r < lane + kHalfRow; r++) t.ds_tile[n * kRow + r] = 0;
+      add_unusual_scores<K, kRow>(value, a.value.row, a.value_dim, w.grad_out + lane, queries,
+                                  t.ds_tile + lane);
     }
     const bool partial = visible == Visibility::kPartial;
     const auto run = [&]<bool kDropout, bool kPartial>() {
       const auto of = unusual  ? thirds_gradients<K, kDropout, kPartial, Kept::kAny>
                       : wanted ? thirds_gradients<K, kDropout, kPartial, Kept::kUsual>
                                : thirds_gradients<K, kDropout, kPartial, Kept::kNo>;
-      of(lane, (float)a.dropout.keep_scale, factor, w, t);
+      of(lane, (float)a.dropout.keep_scale, w, t);
     };
     if (a.dropout.seed)
       partial ? run.template operator()<true, true>() : run.template operator()<true, false>();
@@ -272,22 +273,24 @@ void thirds_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int6
     add_thirds<K>(t.sum, kTwice, tile.query_update == Update::kStore, d, vectors * K::kLanes, kRow,
                   tile.grad_query);
     if (unusual)
-      add_nonfinite_lanes<K>(t.ds_tile, bits, tile.key, a.key.row, kTile, d, tile.grad_query);
+      add_nonfinite_lanes<K, TakenIfUsual>(t.ds_tile, bits, tile.key, a.key.row, kTile, d,
+                                           tile.grad_query);
   }
   if (g.grad_value.data) {
     float* const to = w.grad_value + tile.at * ldv;
     K::Dot::product(t.p, kTile, t.grad_out_rows, 0, ldv / K::kLanes, t.sums, ldv);
     add_thirds<K>(t.sums, 1 / kThirdsScale, tile.fresh, kTile, dv, ldv, to);
     if (unusual)
-      add_nonfinite_rows<K>(t.p_tile, bits, tile.grad_out, g.grad_out.row, tile.rows, kTile, dv, to,
-                            ldv);
+      add_nonfinite_rows<K, TakenIfUsual>(t.p_tile, bits, tile.grad_out, g.grad_out.row, tile.rows,
+                                          kTile, dv, to, ldv);
   }
   if (g.grad_key.data) {
     float* const to = w.grad_key + tile.at * ld;
     K::Dot::product(t.ds, kTile, t.query_rows, 0, ld / K::kLanes, t.sums, ld);
     add_thirds<K>(t.sums, kTwice, tile.fresh, kTile, d, ld, to);
     if (unusual)
-      add_nonfinite_rows<K>(t.ds_tile, bits, tile.query, a.query.row, tile.rows, kTile, d, to, ld);
+      add_nonfinite_rows<K, TakenIfUsual>(t.ds_tile, bits, tile.query, a.query.row, tile.rows,
+                                          kTile, d, to, ld);
   }
   if (unusual) add_unusual_gradients<K>(a, g, tile, t.ds_tile, w);
 }

@@ -303,28 +303,9 @@ Operand tile_operand(const typename K::T* tile, int64_t keys, int64_t rows,
   }
 }
 
-// In thirds numbers are smaller than this: then no sum of theirs grows beyond what float32 holds.
-constexpr float kUnusual = 65536;
-template <class X>
-typename X::V load_or_zero(const typename X::T* p, int64_t left) {
-  return left >= X::kLanes ? X::load(p) : left > 0 ? X::load(p, left) : X::zero();
-}
-template <class X>
-typename X::M usual_lanes(typename X::V x) {
-  return X::gt(X::set(kUnusual), X::max(x, X::sub(X::zero(), x)));
-}
-
-// Whether all numbers are finite, or usual, as `finite` has it.
 template <class K>
 bool all_finite(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns) {
   using X = typename K::X;
-  if constexpr (K::kThirds) {
-    uint64_t usual = first_bits(K::kLanes);
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t c = 0; c < columns; c += K::kLanes)
-        usual &= X::bits(usual_lanes<X>(load_or_zero<X>(from + r * stride + c, columns - c)));
-    return usual == first_bits(K::kLanes);
-  }
   typename X::V sums[4];  // 0 * x is NaN exactly where x is not finite
   for (int i = 0; i < 4; i++) sums[i] = X::zero();
   for (int64_t r = 0; r < rows; r++) {
@@ -344,11 +325,9 @@ bool all_finite(const typename K::S* from, int64_t stride, int64_t rows, int64_t
 
 // A product over a partial tile would compute 0 * NaN for pairs that are hidden. So where an
 // operand is not finite, it is multiplied as a clean copy, with 0 in place of what is not finite;
-// then that is added for the visible pairs alone. Where products are of thirds, so are numbers that
-// are too large for them.
+// then that is added for the visible pairs alone.
 template <class K>
 bool finite(typename K::S x) {
-  if constexpr (K::kThirds) return -kUnusual < x && x < kUnusual;
   return widen(x) - widen(x) == 0;
 }
 template <class K>
@@ -360,14 +339,19 @@ void clean_copy(const typename K::S* from, int64_t stride, int64_t rows, int64_t
       to[r * columns + c] = finite<K>(x) ? x : typename K::S{};
     }
 }
-// c[r * row + column * step] += tile[key][r] * from[key][column]
+// What of an operand a product takes as it is; another Taken takes less.
 template <class K>
+struct TakenIfFinite {
+  static bool takes(typename K::S x) { return finite<K>(x); }
+};
+// c[r * row + column * step] += tile[key][r] * from[key][column], of what is not taken
+template <class K, class Taken>
 void add_nonfinite(const typename K::T* tile, const uint64_t* bits, const typename K::S* from,
                    int64_t stride, int64_t keys, int64_t columns, typename K::T* c, int64_t row,
                    int64_t step) {
   for (int64_t n = 0; n < keys; n++)
     for (int64_t d = 0; d < columns; d++) {
-      if (finite<K>(from[n * stride + d])) continue;
+      if (Taken::takes(from[n * stride + d])) continue;
       for (uint64_t left = bits[n]; left; left &= left - 1) {
         const int64_t r = __builtin_ctzll(left);
         c[r * row + d * step] += tile[n * kRow + r] * widen(from[n * stride + d]);
@@ -375,26 +359,26 @@ void add_nonfinite(const typename K::T* tile, const uint64_t* bits, const typena
     }
 }
 // c[column][64 r] += tile[key][r] * from[key][column]
-template <class K>
+template <class K, class Taken = TakenIfFinite<K>>
 void add_nonfinite_lanes(const typename K::T* tile, const uint64_t* bits, const typename K::S* from,
                          int64_t stride, int64_t keys, int64_t columns, typename K::T* c) {
-  add_nonfinite<K>(tile, bits, from, stride, keys, columns, c, 1, kRow);
+  add_nonfinite<K, Taken>(tile, bits, from, stride, keys, columns, c, 1, kRow);
 }
 // c[r][column] += tile[key][r] * from[key][column]
 template <class K>
 void add_nonfinite_queries(const typename K::T* tile, const uint64_t* bits,
                            const typename K::S* from, int64_t stride, int64_t keys, int64_t columns,
                            typename K::T* c, int64_t ld) {
-  add_nonfinite<K>(tile, bits, from, stride, keys, columns, c, ld, 1);
+  add_nonfinite<K, TakenIfFinite<K>>(tile, bits, from, stride, keys, columns, c, ld, 1);
 }
 // c[key][column] += tile[key][r] * from[r][column]
-template <class K>
+template <class K, class Taken = TakenIfFinite<K>>
 void add_nonfinite_rows(const typename K::T* tile, const uint64_t* bits, const typename K::S* from,
                         int64_t stride, int64_t rows, int64_t keys, int64_t columns,
                         typename K::T* c, int64_t ld) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t d = 0; d < columns; d++) {
-      if (finite<K>(from[r * stride + d])) continue;
+      if (Taken::takes(from[r * stride + d])) continue;
       for (int64_t n = 0; n < keys; n++)
         if (bits[n] >> r & 1) c[n * ld + d] += tile[n * kRow + r] * widen(from[r * stride + d]);
     }
