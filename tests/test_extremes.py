@@ -141,8 +141,8 @@ def test_numbers_of_every_size(where: str, exponent: int, options: dict[str, Any
 def test_large_numbers_behind_a_mask() -> None:
     """Finite ones, too, leave the bits of what does not see them alone."""
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, 2, 192, 24, generator=generator) for _ in range(4)]
-    seen = torch.rand(192, 192, generator=generator) > 0.3
+    tensors = [torch.randn(1, 2, 320, 24, generator=generator) for _ in range(4)]
+    seen = torch.rand(320, 320, generator=generator) > 0.3
     seen[:, 100] = False  # no query sees key 100
     seen[10] = False  # query 10 sees nothing
 
@@ -185,16 +185,16 @@ def test_scores_that_rise_from_tile_to_tile(dtype: torch.dtype, queries: int) ->
 def test_large_gradients_beside_large_numbers() -> None:
     """A key that nobody sees leaves gradients their bits, however large these are."""
     generator = torch.Generator().manual_seed(0)
-    query = torch.zeros(1, 1, 128, 64, requires_grad=True)
-    key = torch.randn(1, 1, 128, 64, generator=generator, requires_grad=True)
-    value = torch.full((1, 1, 128, 64), 1000.0)
+    query = torch.zeros(1, 1, 256, 64, requires_grad=True)
+    key = torch.randn(1, 1, 256, 64, generator=generator, requires_grad=True)
+    value = torch.full((1, 1, 256, 64), 1000.0)
     value[:, :, 1::2] = -1000.0
-    seen = torch.ones(128, 128, dtype=torch.bool)
-    seen[:, 126:] = False
+    seen = torch.ones(256, 256, dtype=torch.bool)
+    seen[:, 254:] = False
 
     def gradients(last: float) -> tuple[torch.Tensor, ...]:
         hidden = value.clone()
-        hidden[:, :, 127] = last
+        hidden[:, :, 255] = last
         out = mha_ext.attention(query, key, hidden, seen)
         return torch.autograd.grad(out, (query, key), torch.full_like(out, 1000.0))
 
@@ -208,7 +208,7 @@ def test_large_gradients_beside_large_numbers() -> None:
 def test_large_keys_on_any_number_of_threads() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(1, 1, 128, 64, generator=generator, requires_grad=True) for _ in range(3)
+        torch.randn(1, 1, 256, 64, generator=generator, requires_grad=True) for _ in range(3)
     )
     with torch.no_grad():
         query[..., 4] *= 1e-5

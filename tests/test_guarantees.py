@@ -67,7 +67,7 @@ def run(script: str, *arguments: str, timeout: float = 240) -> str:
 
 TINY = Problem(heads=2, kv_heads=1, queries=5, keys=7, head_dim=3, value_dim=2, mask="bhqk")
 ONE_TILE = Problem(heads=2, kv_heads=2, queries=12, keys=10, head_dim=50, mask="bhqk")
-TILES = Problem(heads=2, kv_heads=1, queries=70, keys=150, head_dim=20, mask="bhqk", bias="1hqk")
+TILES = Problem(heads=2, kv_heads=1, queries=70, keys=270, head_dim=20, mask="bhqk", bias="1hqk")
 LEAKS = {
     "tiny": TINY,
     "tiny bias": replace(TINY, bias="bhqk"),

@@ -56,9 +56,12 @@ void for_band_keys(const Range* bands, int64_t keys, int64_t rows, const F& f) {
 // what is cut for them is worth.
 template <class K>
 bool takes_thirds(const Attention& a, int64_t rows) {
-  const int64_t least = (a.band.left_bounded || a.band.right_bounded ? 8 : 2) * kTile;
-  return K::kThirds && rows > K::kLanes && a.keys >= least && a.head_dim >= K::kLanes &&
-         a.head_dim <= 512;
+  if (!K::kThirds || rows <= K::kLanes || a.head_dim < K::kLanes || a.head_dim > 512) return false;
+  const Band& band = a.band;
+  if (!band.left_bounded && !band.right_bounded) return a.keys >= 4 * kTile;
+  const bool window = band.left_bounded && band.right_bounded;
+  const int64_t seen = min_of(band.left, a.keys) + min_of(band.right, a.keys) + 1;
+  return min_of(a.keys, window ? seen : a.keys) >= 8 * kTile;
 }
 // Of which tiles: the same in all passes, since P is the exponential of a difference to lse, and
 // for each row of a block whatever others come with it.
