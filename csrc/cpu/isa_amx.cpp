@@ -212,7 +212,7 @@ struct MultiplyThirds : Multiply<F32x16Intel> {
   struct Weights {
     using Unit = uint32_t;
     using Session = MultiplyTiles::Session;
-    static constexpr int kStep = 2, kUnitBlock = 16, kRowBlock = 16;
+    [[maybe_unused]] static constexpr int kStep = 2, kUnitBlock = 16, kRowBlock = 16;
     static void store_pairs(__m512 first, __m512 second, Unit* to) {
 #pragma GCC unroll 3
       for (int i = 0; i < 3; i++) {
