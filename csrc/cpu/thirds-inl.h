@@ -1,6 +1,6 @@
 // float32 products on a matrix unit of bfloat16. A number is the sum of three of 8 bits each, its
-// thirds; of their nine products the six that float32 can see are added up, the smallest first. So
-// sums are as exact as those of multiply-adds, and six products of the unit take less time.
+// thirds; of the nine products of two the six that float32 can see are added up. So sums are as
+// exact as those of multiply-adds, and six products of the unit take less time.
 namespace mha_ext::cpu {
 namespace {
 

@@ -15,11 +15,11 @@ struct BackwardThirds<K, true> {
   Thirds query, grad_out, query_rows, grad_out_rows, p, ds, ds_lanes;
   float *sum, *sums;        // of grad_query, and of grad_key and grad_value of the tile
   float *p_tile, *ds_tile;  // P and dS as they are, where somebody looks at them
-  bool taken, packed, unusual;
+  bool packed, unusual;     // of the block
 
   BackwardThirds() = default;
   BackwardThirds(const Attention& a, int64_t tiles, bool all_once, Arena& arena) {
-    taken = takes_thirds<K>(a, min_of(kTile, a.queries)) && !all_once;
+    const bool taken = takes_thirds<K>(a, min_of(kTile, a.queries)) && !all_once;
     const auto take = [&](int64_t along, int64_t across) {
       Thirds t;
       t.data = arena.take<uint32_t>(taken ? thirds_size(along, across) : 0);
