@@ -97,18 +97,29 @@ def test_an_infinite_value_that_is_seen(dtype: torch.dtype, queries: int, keys: 
 
 @pytest.mark.isa
 @pytest.mark.parametrize("options", [{}, {"causal": "lower_right"}, {"dropout_p": 0.2}], ids=str)
-@pytest.mark.parametrize("exponent", [-120, -60, 15, 16, 17, 40, 100])
+@pytest.mark.parametrize(
+    ("dtype", "exponent"),
+    [(torch.float32, n) for n in (-120, -60, 15, 16, 17, 40, 100)]
+    + [(torch.float16, n) for n in (-16, -8, 8, 13)],
+    ids=str,
+)
 @pytest.mark.parametrize("where", ["query", "key", "value", "grad_out"])
-def test_numbers_of_every_size(where: str, exponent: int, options: dict[str, Any]) -> None:
+def test_numbers_of_every_size(
+    where: str, dtype: torch.dtype, exponent: int, options: dict[str, Any]
+) -> None:
     """A few that are much larger or smaller than the rest: as exact as their own terms, and no others suffer."""
     generator = torch.Generator().manual_seed(0)
     length, width = 515, 33
+    half = dtype == torch.float16
     names = ("query", "key", "value", "grad_out")
     given = {n: torch.randn(1, 1, length, width, generator=generator) for n in names}
     rows, column = torch.randperm(length, generator=generator)[:9], 4
     given[where][:, :, rows, column] *= 2.0**exponent
     if exponent > 0 and where in ("query", "key"):  # scores stay as they were, or smaller
         given["key" if where == "query" else "query"][..., column] *= 2.0**-exponent
+    if half and exponent > 0 and where in ("value", "grad_out"):  # and gradients in range
+        given["grad_out" if where == "value" else "value"] *= 2.0**-exponent
+    given = {name: tensor.to(dtype) for name, tensor in given.items()}
     if "dropout_p" in options:
         options = options | {"seed": torch.tensor([1, 2])}
 
@@ -133,7 +144,8 @@ def test_numbers_of_every_size(where: str, exponent: int, options: dict[str, Any
     bounds = [p @ value.abs(), ds @ key.abs(), ds.T @ query.abs(), p.T @ grad_out.abs()]
     for name, a, b, bound in zip(("out", *names), found, wanted, bounds, strict=False):
         error = (a[0, 0].double() - b[0, 0]).abs()
-        allowed = 16 * torch.finfo(torch.float32).eps * bound + 2.0**-126
+        eps, smallest = (2.0**-11, 2.0**-24) if half else (16 * torch.finfo(dtype).eps, 2.0**-126)
+        allowed = eps * bound + smallest
         assert (error <= allowed).all(), f"{name}: {(error / allowed).max():.3g} of what is allowed"
 
 
@@ -179,6 +191,57 @@ def test_scores_that_rise_from_tile_to_tile(dtype: torch.dtype, queries: int) ->
         wanted = reference.attention(query.double(), key.double(), value.double(), seen)
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(found.double(), wanted, rtol=64 * eps, atol=64 * eps)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_queries_that_the_scale_makes_large(dtype: torch.dtype) -> None:
+    """They alone need not be in range."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(1, 2, 320, 48, generator=generator).to(dtype) for _ in range(4)
+    )
+    query[:, :, ::7, 5] *= 1024
+    key[..., 5] /= 1024
+    options = {"scale": 64.0, "causal": "lower_right"}
+
+    def results(function: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [(tensor / 8).requires_grad_() for tensor in tensors[:2]]
+        leaves.append(tensors[2].clone().requires_grad_())
+        out = function(*leaves, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+
+    found = results(mha_ext.attention, query, key, value)
+    wanted = results(reference.attention, query.double(), key.double(), value.double())
+    eps = max(torch.finfo(dtype).eps, 2.0**-16)
+    for a, b in zip(found, wanted, strict=True):
+        largest = b.abs().max().item()
+        torch.testing.assert_close(a.double(), b, rtol=8 * eps, atol=2 * eps * largest)
+
+
+@pytest.mark.isa
+def test_small_gradients_of_a_bias() -> None:
+    """Subnormal ones are those that they are without a hidden key."""
+    query, key = torch.zeros(1, 1, 256, 64), torch.zeros(1, 1, 256, 64)
+    value = torch.ones(1, 1, 256, 64)
+    value[:, :, 1] = 1.25
+    bias = torch.zeros(256, 256)
+    bias[:, 1] = -torch.linspace(70, 82, 256)
+    bias.requires_grad_()
+    seen = torch.ones(256, 256, dtype=torch.bool)
+    seen[:, 255] = False
+
+    def gradient(last: float) -> torch.Tensor:
+        hidden = value.clone()
+        hidden[:, :, 255] = last
+        out = mha_ext.attention(query, key, hidden, seen, bias=bias)
+        return torch.autograd.grad(out, bias, torch.full_like(out, 2.0**-12))[0]
+
+    wanted = gradient(0.0)
+    size = wanted[:, 1].abs()
+    assert ((0 < size) & (size < 2.0**-126)).any()
+    for last in (1e6, torch.nan):
+        assert torch.equal(gradient(last), wanted)
 
 
 @pytest.mark.isa

@@ -12,10 +12,10 @@ bool may_meet_once(const Attention& a) {
   return a.queries <= min_of(kTile, K::kLimits.one_tile_queries) && a.heads == a.kv_heads;
 }
 
-template <class K, bool = K::kThirds>
-struct BackwardThirds {
-  BackwardThirds() = default;
-  BackwardThirds(const Attention&, int64_t, bool, Arena&) {}
+template <class K, bool = (K::kLimbs > 0)>
+struct BackwardLimbs {
+  BackwardLimbs() = default;
+  BackwardLimbs(const Attention&, int64_t, bool, Arena&) {}
 };
 
 template <class K>
@@ -36,7 +36,7 @@ struct BackwardScratch : GradScratch<K> {
     Unit *query, *grad_out;
     T *high, *low, *shift, *total, *grad_query;
   } own[kTogether<K>] = {};
-  BackwardThirds<K> thirds;
+  BackwardLimbs<K> limbs;
 
   BackwardScratch() = default;
   BackwardScratch(const Attention& a, Arena& arena) : GradScratch<K>(a, arena) {
@@ -64,7 +64,7 @@ struct BackwardScratch : GradScratch<K> {
     one = arena.take<T>(kRow);
     clean = arena.take<typename K::S>(kTile * max_of(a.head_dim, a.value_dim));
     clean_keys = arena.take<Unit>(kTile * operand_width<K>(a.head_dim));
-    thirds = BackwardThirds<K>(a, tiles, all_once, arena);
+    limbs = BackwardLimbs<K>(a, tiles, all_once, arena);
     for (int64_t i = 1; i < kTogether<K> && !all_once; i++)
       own[i] = {arena.take<Unit>(units_of<K>(a.head_dim) * kRow),
                 arena.take<Unit>(units_of<K>(a.value_dim) * kRow),

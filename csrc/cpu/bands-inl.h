@@ -51,25 +51,26 @@ void for_band_keys(const Range* bands, int64_t keys, int64_t rows, const F& f) {
   }
 }
 
-// Whether the scores of whole tiles of keys are multiplied in thirds, for a block of so many
+// Whether the scores of whole tiles of keys are multiplied in limbs, for a block of so many
 // queries: more of them than a vector, a width for which that is less work, and as many tiles as
-// what is cut for them is worth.
+// what is cut for them is worth; two limbs are sooner worth it than three.
 template <class K>
-bool takes_thirds(const Attention& a, int64_t rows) {
-  if (!K::kThirds || rows <= K::kLanes || a.head_dim < K::kLanes || a.head_dim > 512) return false;
+bool takes_limbs(const Attention& a, int64_t rows) {
+  if (!K::kLimbs || rows <= K::kLanes || a.head_dim < K::kLanes || a.head_dim > 512) return false;
+  constexpr int64_t kTiles = K::kLimbs == 3 ? 4 : 2;
   const Band& band = a.band;
-  if (!band.left_bounded && !band.right_bounded) return a.keys >= 4 * kTile;
+  if (!band.left_bounded && !band.right_bounded) return a.keys >= kTiles * kTile;
   const bool window = band.left_bounded && band.right_bounded;
   const int64_t seen = min_of(band.left, a.keys) + min_of(band.right, a.keys) + 1;
-  return min_of(a.keys, window ? seen : a.keys) >= 8 * kTile;
+  return min_of(a.keys, window ? seen : a.keys) >= 2 * kTiles * kTile;
 }
 // Of which tiles: the same in all passes, since P is the exponential of a difference to lse, and
 // for each row of a block whatever others come with it.
 template <class K>
-bool in_thirds(const Attention& a, int64_t b, int64_t query, int64_t k0, int64_t keys) {
+bool in_limbs(const Attention& a, int64_t b, int64_t query, int64_t k0, int64_t keys) {
   const int64_t q0 = query / kTile * kTile, rows = min_of(kTile, a.queries - q0);
   Range bands[kMostBands];
-  return keys == kTile && takes_thirds<K>(a, rows) &&
+  return keys == kTile && takes_limbs<K>(a, rows) &&
          !find_bands<K>(a, b, q0, rows, k0, keys, bands);
 }
 

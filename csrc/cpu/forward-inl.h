@@ -65,7 +65,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     VectorRows<K> value_rows{};
     T old[kRow];
     bool asked = false, packed = false, checked = false, finite = true;
-    if constexpr (K::kThirds) w.thirds.packed = false;
+    if constexpr (K::kLimbs > 0) w.limbs.packed = false;
     for (int64_t i = 0; i < count; i++) {
       QueryBlock<K>& q = w.blocks[i];
       Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
@@ -77,15 +77,15 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       if (!q.packed) {
         pack_query<K>(a, b, h, q.q0, q.rows, q.query);
         q.packed = true;
-        if constexpr (K::kThirds) w.thirds.query_packed[i] = false;
+        if constexpr (K::kLimbs > 0) w.limbs.query_packed[i] = false;
         if (i + 1 < count) ask_rows<K>(a.query, b, h, q.q0 + kTile, q0 + rows, a.head_dim, w.ahead);
       }
       const Range* const bands =
           find_bands<K>(a, b, q.q0, q.rows, k0, keys, w.bands) ? w.bands : nullptr;
-      const bool thirds = in_thirds<K>(a, b, q.q0, k0, keys);
+      const bool limbs = in_limbs<K>(a, b, q.q0, k0, keys);
       if (!asked && k0 + kTile < seen.end) ask_tile(b, kv, k0 + kTile);
       asked = true;
-      if (!packed && !(thirds && with_values)) {
+      if (!packed && !(limbs && with_values)) {
         key_rows =
             rows_operand<K>(row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, w.key, count);
         if (!q.by_rows && with_values)
@@ -106,13 +106,13 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
         checked = true;
         return finite;
       };
-      if constexpr (K::kThirds) {
-        if (thirds && with_values) {
-          thirds_tile<K>(a, b, h, k0, i, visible, w);
+      if constexpr (K::kLimbs > 0) {
+        if (limbs && with_values) {
+          limbs_tile<K>(a, b, h, k0, i, visible, w);
           q.started = true;
           continue;
         }
-        w.thirds.pending.finish();
+        w.limbs.pending.finish();
       }
       // Pairs, where all of the tile is there and no hidden pair meets what is not finite.
       const bool whole = K::kPairs && with_values && !bands && keys == kTile;
@@ -124,7 +124,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
           continue;
         }
       }
-      T* const top = scores_are_product<K>(a, bands) && !thirds ? w.top : nullptr;
+      T* const top = scores_are_product<K>(a, bands) && !limbs ? w.top : nullptr;
       visible = scores<K>(a, b, h, q.q0, q.rows, k0, keys, q.query, key_rows, visible, w.bits, w.s,
                           w.extra, &w.ahead, bands, top);
       const bool partial = visible == Visibility::kPartial;
@@ -168,7 +168,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       q.started = true;
     }
   }
-  if constexpr (K::kThirds) w.thirds.pending.finish();
+  if constexpr (K::kLimbs > 0) w.limbs.pending.finish();
 }
 
 template <class K>

@@ -19,9 +19,9 @@ struct QueryBlock {
 // are added in the same order either way.
 template <class K>
 constexpr int64_t kFewByRows = K::kLanes * 3 / 2;
-template <class K, bool = K::kThirds>
-struct ForwardThirds {
-  ForwardThirds(const Attention&, Arena&) {}
+template <class K, bool = (K::kLimbs > 0)>
+struct ForwardLimbs {
+  ForwardLimbs(const Attention&, Arena&) {}
 };
 template <class K>
 bool fills_vectors(const Attention& a) {
@@ -29,7 +29,7 @@ bool fills_vectors(const Attention& a) {
 }
 template <class K>
 bool sums_by_rows(const Attention& a, int64_t rows) {
-  if (takes_thirds<K>(a, rows)) return false;
+  if (takes_limbs<K>(a, rows)) return false;
   return !K::kPairs && (rows <= kFewByRows<K> || fills_vectors<K>(a));
 }
 
@@ -67,9 +67,9 @@ struct ForwardScratch {
   char* sums;  // states of the blocks over the ranges of keys that are done
   Range bands[kMostBands];
   Ahead ahead{longest_asked<K>()};
-  ForwardThirds<K> thirds;
+  ForwardLimbs<K> limbs;
 
-  ForwardScratch(const Attention& a, Arena& arena) : thirds(a, arena) {
+  ForwardScratch(const Attention& a, Arena& arena) : limbs(a, arena) {
     for (int64_t i = 0; i < min_of(kGroup, max_of(1, ceil_div(a.queries, kTile))); i++) {
       QueryBlock<K>& q = blocks[i];
       q.query = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);

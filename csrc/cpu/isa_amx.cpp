@@ -172,12 +172,12 @@ struct MultiplyTiles : PairUnits<16> {
   }
 };
 
-// An operand of a product in thirds (thirds-inl.h): tiles of 16 rows of A by 32 numbers along t, or
+// An operand of a product in limbs (limbs-inl.h): tiles of 16 rows of A by 32 numbers along t, or
 // of 16 pairs along t by 16 lanes of X. Strides in pairs: of the rows of a tile, of the tiles of
-// its three parts, of tiles along t and of those across.
-struct Thirds {
+// its limbs, of tiles along t and of those across.
+struct Limbs {
   uint32_t* data = nullptr;
-  int64_t row = 16, plane = 256, step = 768, across = 0;
+  int64_t row = 16, plane = 256, step = 0, across = 0;
   int64_t along = 0;     // tiles along t
   bool unusual = false;  // some number is not `usual`, and counts as 0 here
   uint32_t* at(int64_t along, int64_t across_) const {
@@ -185,28 +185,54 @@ struct Thirds {
   }
 };
 
-// Multiply-adds, but for whole tiles in thirds.
-struct MultiplyThirds : Multiply<F32x16Intel> {
-  static constexpr bool kThirds = true;
+// Multiply-adds, but for whole tiles in limbs: three of a float32, two of what is as exact as a
+// float16.
+template <int kLimbs_>
+struct MultiplyLimbs : Multiply<F32x16Intel> {
+  static constexpr int kLimbs = kLimbs_;
   using Session = MultiplyTiles::Session;
 
+  static __m512 add_half_unit(__m512 x) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)));
+  }
   template <bool kRounded>
   static __m512 high_half(__m512 x) {
-    __m512i u = _mm512_castps_si512(x);
-    if constexpr (kRounded) u = _mm512_add_epi32(u, _mm512_set1_epi32(0x8000));
-    return _mm512_castsi512_ps(_mm512_and_si512(u, _mm512_set1_epi32((int)0xffff0000)));
+    if constexpr (kRounded) x = add_half_unit(x);
+    return _mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0xffff0000)));
   }
-  // Of numbers whose low halves are zero, or which are subnormal, and count as zero: 32 of a row,
-  // or 16 pairs.
-  static void store_row(__m512 first, __m512 second, uint32_t* to) {
-    _mm512_storeu_si512(to, MultiplyTiles::both(first, second));
+  // Numbers in limbs, 32 of a row or 16 pairs. The low halves of limbs are zero, but for the last:
+  // of three it is subnormal then, and counts as zero; of two it is rounded.
+  static void store_row(const __m512 (&first)[kLimbs], const __m512 (&second)[kLimbs],
+                        int64_t plane, uint32_t* to) {
+#pragma GCC unroll 3
+    for (int i = 0; i < kLimbs; i++)
+      _mm512_storeu_si512(to + i * plane, MultiplyTiles::both(first[i], second[i]));
   }
-  static void store_pair(__m512 first, __m512 second, uint32_t* to) {
+  static void store_pair(const __m512 (&first)[kLimbs], const __m512 (&second)[kLimbs],
+                         int64_t plane, uint32_t* to) {
     constexpr int kFirstOrHalfOfSecond = 0xf8;  // a | (b & c)
-    _mm512_storeu_si512(
-        to, _mm512_ternarylogic_epi32(_mm512_srli_epi32(_mm512_castps_si512(first), 16),
-                                      _mm512_castps_si512(second),
-                                      _mm512_set1_epi32((int)0xffff0000), kFirstOrHalfOfSecond));
+#pragma GCC unroll 3
+    for (int i = 0; i < kLimbs; i++) {
+      const bool rounded = kLimbs == 2 && i == 1;
+      const __m512 x = rounded ? add_half_unit(first[i]) : first[i];
+      const __m512 y = rounded ? add_half_unit(second[i]) : second[i];
+      _mm512_storeu_si512(to + i * plane,
+                          _mm512_ternarylogic_epi32(
+                              _mm512_srli_epi32(_mm512_castps_si512(x), 16), _mm512_castps_si512(y),
+                              _mm512_set1_epi32((int)0xffff0000), kFirstOrHalfOfSecond));
+    }
+  }
+  // x = the sum of its limbs. Cut off, or rounded: then what is left is half as large, and of
+  // either sign.
+  template <bool kRounded>
+  [[gnu::always_inline]] static void cut(__m512 x, __m512 (&limb)[kLimbs]) {
+#pragma GCC unroll 2
+    for (int i = 0; i < kLimbs - 1; i++) {
+      limb[i] = high_half<kRounded>(x);
+      x = _mm512_sub_ps(x, limb[i]);
+    }
+    limb[kLimbs - 1] = x;
   }
   // P of half a block of queries: not rounded, since what it meets is.
   struct Weights {
@@ -214,19 +240,15 @@ struct MultiplyThirds : Multiply<F32x16Intel> {
     using Session = MultiplyTiles::Session;
     [[maybe_unused]] static constexpr int kStep = 2, kUnitBlock = 16, kRowBlock = 16;
     static void store_pairs(__m512 first, __m512 second, Unit* to) {
-#pragma GCC unroll 3
-      for (int i = 0; i < 3; i++) {
-        const __m512 x = i < 2 ? high_half<false>(first) : first;
-        const __m512 y = i < 2 ? high_half<false>(second) : second;
-        store_pair(x, y, to + i * (kTile / 2 * kHalfRow));
-        first = _mm512_sub_ps(first, x);
-        second = _mm512_sub_ps(second, y);
-      }
+      __m512 x[kLimbs], y[kLimbs];
+      cut<false>(first, x);
+      cut<false>(second, y);
+      store_pair(x, y, kTile / 2 * kHalfRow, to);
     }
   };
 
   template <bool kAdd, bool kTwoRows, bool kTwoColumns>
-  static void block(const Thirds& a, int64_t row, const Thirds& x, int64_t lane, float* c,
+  static void block(const Limbs& a, int64_t row, const Limbs& x, int64_t lane, float* c,
                     int64_t ldc) {
     asm volatile(""
                  :
@@ -261,12 +283,18 @@ struct MultiplyThirds : Multiply<F32x16Intel> {
         if constexpr (kTwoRows) _tile_dpbf16ps(2, 5, 6);
         if constexpr (kTwoRows && kTwoColumns) _tile_dpbf16ps(3, 5, 7);
       };
-      rows(0), lanes(2), add();
-      lanes(1), add();
-      rows(1), add();
-      lanes(0), add();
-      rows(2), add();
-      rows(0), add();
+      if constexpr (kLimbs == 3) {
+        rows(0), lanes(2), add();
+        lanes(1), add();
+        rows(1), add();
+        lanes(0), add();
+        rows(2), add();
+        rows(0), add();
+      } else {
+        rows(0), lanes(1), add();
+        lanes(0), add();
+        rows(1), add();
+      }
     }
     _tile_stored(0, c, ldc * 4);
     if constexpr (kTwoColumns) _tile_stored(1, c + 16, ldc * 4);
@@ -278,7 +306,7 @@ struct MultiplyThirds : Multiply<F32x16Intel> {
   // c[rows, vectors * 16] = A X, or c += term by term; rows padded to 16, of the lanes from `lane`
   // on.
   template <bool kAdd = false>
-  static void product(const Thirds& a, int64_t rows, const Thirds& x, int64_t lane, int64_t vectors,
+  static void product(const Limbs& a, int64_t rows, const Limbs& x, int64_t lane, int64_t vectors,
                       float* c, int64_t ldc) {
     for (int64_t m = 0; m < rows; m += 32)
       for (int64_t i = 0; i < vectors; i += 2) {
@@ -309,7 +337,7 @@ struct MultiplyThirds : Multiply<F32x16Intel> {
 //
 #include "matrix-inl.h"
 //
-#include "thirds-inl.h"
+#include "limbs-inl.h"
 //
 #include "forward-inl.h"
 //
@@ -327,7 +355,7 @@ struct MultiplyThirds : Multiply<F32x16Intel> {
 //
 #include "backward_tile-inl.h"
 //
-#include "thirds_gradient-inl.h"
+#include "limbs_gradient-inl.h"
 //
 #include "backward-inl.h"
 //
@@ -347,7 +375,8 @@ namespace mha_ext::cpu {
 extern const Kernels kAmx;
 constexpr Kernels kAmx = [] {
   Kernels k = kernels<F32x16Intel, F64x8Intel>("amx");
-  k.types[(int)DType::kFloat32] = type_kernels<F32x16Intel, MultiplyThirds, float>();
+  k.types[(int)DType::kFloat32] = type_kernels<F32x16Intel, MultiplyLimbs<3>, float>();
+  k.types[(int)DType::kFloat16] = type_kernels<F32x16Intel, MultiplyLimbs<2>, Float16>();
   k.types[(int)DType::kBFloat16] = type_kernels<F32x16Intel, MultiplyTiles, BFloat16>();
   return k;
 }();

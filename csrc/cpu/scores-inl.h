@@ -430,9 +430,9 @@ Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
   if (has_few_queries(a, K::kLimits)) {
     few_scores_tile<K>(a, b, h, q0, rows, k0, keys, s);
   } else {
-    if constexpr (K::kThirds)
-      if (in_thirds<K>(a, b, q0, k0, keys)) {
-        thirds_scores<K>(key_rows, a.head_dim, query_lanes.packed, rows, s);
+    if constexpr (K::kLimbs > 0)
+      if (in_limbs<K>(a, b, q0, k0, keys)) {
+        limbs_scores<K>(key_rows, a.head_dim, query_lanes.packed, rows, s);
         return a.bias.data
                    ? add_biases<K>(a, b, h, q0, rows, 0, rows, k0, keys, visible, bits, s, scratch)
                    : visible;

@@ -35,8 +35,13 @@ struct Kind {
     else
       return stride == columns;
   }
-  // Whether whole tiles of queries go to a matrix unit in thirds (thirds-inl.h).
-  static constexpr bool kThirds = requires { Dot::kThirds; };
+  // How many limbs of a number go to a matrix unit in whole tiles (limbs-inl.h), or none.
+  static constexpr int kLimbs = [] {
+    if constexpr (requires { Dot::kLimbs; })
+      return Dot::kLimbs;
+    else
+      return 0;
+  }();
   // Whether few queries take numbers at even and at odd places apart.
   static constexpr bool kSplit = !kPairs && requires(const S* p) { X::load_pairs(p, 0); };
   // Their sums over keys have two vectors of columns that lie apart, and are joined at the end.

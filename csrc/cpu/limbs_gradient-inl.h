@@ -1,34 +1,34 @@
-// A whole tile of backward where float32 is multiplied in thirds.
+// A whole tile of backward where float32 is multiplied in limbs.
 namespace mha_ext::cpu {
 namespace {
 
-// What backward keeps in thirds. As the products of scores and of dP read them: K and V of each
+// What backward keeps in limbs. As the products of scores and of dP read them: K and V of each
 // tile, Q and dO of the block; as those of gradients do: K across, P and dS, Q and dO by rows.
-// Those that may be small carry kThirdsScale, so that no bit of theirs is lost.
+// Those that may be small carry kLimbsScale, so that no bit of theirs is lost.
 template <class K>
-struct BackwardThirds<K, true> {
+struct BackwardLimbs<K, true> {
   struct Keys {
-    Thirds key, value, across;
+    Limbs key, value, across;
     bool packed;
   };
   Keys* keys;  // of each tile
-  Thirds query, grad_out, query_rows, grad_out_rows, p, ds, ds_lanes;
+  Limbs query, grad_out, query_rows, grad_out_rows, p, ds, ds_lanes;
   float *sum, *sums;        // of grad_query, and of grad_key and grad_value of the tile
   float *p_tile, *ds_tile;  // P and dS as they are, where somebody looks at them
   bool packed, unusual;     // of the block
 
-  BackwardThirds() = default;
-  BackwardThirds(const Attention& a, int64_t tiles, bool all_once, Arena& arena) {
-    const bool taken = takes_thirds<K>(a, min_of(kTile, a.queries)) && !all_once;
+  BackwardLimbs() = default;
+  BackwardLimbs(const Attention& a, int64_t tiles, bool all_once, Arena& arena) {
+    const bool taken = takes_limbs<K>(a, min_of(kTile, a.queries)) && !all_once;
     const auto take = [&](int64_t along, int64_t across) {
-      Thirds t;
-      t.data = arena.take<uint32_t>(taken ? thirds_size(along, across) : 0);
+      Limbs t;
+      t.data = arena.take<uint32_t>(taken ? limbs_size<K>(along, across) : 0);
       return t;
     };
     keys = arena.take<Keys>(taken ? tiles : 0);
     for (int64_t i = 0; i < (taken ? tiles : 0); i++) {
-      const Thirds key = take(a.head_dim, kTile), value = take(a.value_dim, kTile),
-                   across = take(kTile, a.head_dim);
+      const Limbs key = take(a.head_dim, kTile), value = take(a.value_dim, kTile),
+                  across = take(kTile, a.head_dim);
       if (arena.base) keys[i] = {key, value, across, false};
     }
     query = take(a.head_dim, kRow);
@@ -49,45 +49,36 @@ struct BackwardThirds<K, true> {
 template <class K>
 [[gnu::always_inline]] inline void store_gradients(const typename K::X::V (&kept)[2][2],
                                                    const typename K::X::V (&grad)[2][2], int64_t n,
-                                                   int64_t lane, const BackwardThirds<K>& t) {
+                                                   int64_t lane, const BackwardLimbs<K>& t) {
   using V = typename K::X::V;
-  const int64_t step = lane / kThirdsStep, block = n / K::kLanes, row = n % K::kLanes;
-  V ds[2][2][3];  // of each vector, of each key
+  const int64_t step = lane / kLimbsStep, block = n / K::kLanes, row = n % K::kLanes;
+  V ds[2][2][K::kLimbs];  // of each vector, of each key
 #pragma GCC unroll 2
   for (int k = 0; k < 2; k++) {
-    V p[2][3];
+    V p[2][K::kLimbs];
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
-      cut<K, false>(kept[i][k], p[i]);
-      cut<K, false>(grad[i][k], ds[i][k]);
+      K::Dot::template cut<false>(kept[i][k], p[i]);
+      K::Dot::template cut<false>(grad[i][k], ds[i][k]);
     }
-    uint32_t* const to_p = t.p.at(step, block) + (row + k) * t.p.row;
-    uint32_t* const to_ds = t.ds.at(step, block) + (row + k) * t.ds.row;
-#pragma GCC unroll 3
-    for (int part = 0; part < 3; part++) {
-      K::Dot::store_pair(p[0][part], p[1][part], to_p + part * t.p.plane);
-      K::Dot::store_pair(ds[0][k][part], ds[1][k][part], to_ds + part * t.ds.plane);
-    }
+    K::Dot::store_pair(p[0], p[1], t.p.plane, t.p.at(step, block) + (row + k) * t.p.row);
+    K::Dot::store_pair(ds[0][k], ds[1][k], t.ds.plane, t.ds.at(step, block) + (row + k) * t.ds.row);
   }
 #pragma GCC unroll 2
-  for (int i = 0; i < 2; i++) {
-    uint32_t* const to =
-        t.ds_lanes.at(n / kThirdsStep, lane / K::kLanes + i) + n % kThirdsStep / 2 * t.ds_lanes.row;
-#pragma GCC unroll 3
-    for (int part = 0; part < 3; part++)
-      K::Dot::store_pair(ds[i][0][part], ds[i][1][part], to + part * t.ds_lanes.plane);
-  }
+  for (int i = 0; i < 2; i++)
+    K::Dot::store_pair(
+        ds[i][0], ds[i][1], t.ds_lanes.plane,
+        t.ds_lanes.at(n / kLimbsStep, lane / K::kLanes + i) + n % kLimbsStep / 2 * t.ds_lanes.row);
 }
 
 // Whether P and dS of a tile are kept as they are, too: dS for who adds it up, or both because some
-// may not be usual; these are 0 in thirds.
+// may not be usual; these are 0 in limbs.
 enum class Kept { kNo, kUsual, kAny };
 
-// Of half a block of queries: from S and dP (times kThirdsScale^2), [key][kHalfRow], P and dS
-// (times kThirdsScale) in thirds. kAny: ds_tile has the terms of dP that dP lacks, and gets dS.
+// Of half a block of queries: from S and dP (times kLimbsScale^2), [key][kHalfRow], P and dS
+// (times kLimbsScale) in limbs. kAny: ds_tile has the terms of dP that dP lacks, and gets dS.
 template <class K, bool kDropout, bool kPartial, Kept kKept>
-void thirds_gradients(int64_t lane, float keep_scale, GradScratch<K>& w,
-                      const BackwardThirds<K>& t) {
+void limbs_gradients(int64_t lane, float keep_scale, GradScratch<K>& w, const BackwardLimbs<K>& t) {
   using X = typename K::X;
   using V = typename X::V;
   constexpr int kVectors = kHalfRow / X::kLanes;
@@ -96,9 +87,9 @@ void thirds_gradients(int64_t lane, float keep_scale, GradScratch<K>& w,
   for (int i = 0; i < kVectors; i++) {
     const int64_t at = lane + i * X::kLanes;
     of[i] = {X::load(w.high + at), X::load(w.low + at),
-             X::mul(X::set(kThirdsScale), X::load(w.shift + at)), X::set(keep_scale)};
+             X::mul(X::set(kLimbsScale), X::load(w.shift + at)), X::set(keep_scale)};
   }
-  const V scale = X::set(kThirdsScale), back = X::set(1 / kThirdsScale);
+  const V scale = X::set(kLimbsScale), back = X::set(1 / kLimbsScale);
   for (int64_t n = 0; n < kTile; n += 2) {
     V all_kept[kVectors][2], all_grad[kVectors][2];
 #pragma GCC unroll 2
@@ -165,7 +156,8 @@ void add_unusual_gradients(const Attention& a, const AttentionGrad& g, const Til
       const float x = ds[n * kRow + r];
       if (usual(x, kUnusualGradient)) continue;
       for (int64_t d = 0; d < a.head_dim; d++) {
-        const float key = tile.key[n * a.key.row + d], query = tile.query[r * a.query.row + d];
+        const float key = widen(tile.key[n * a.key.row + d]);
+        const float query = widen(tile.query[r * a.query.row + d]);
         if (g.grad_query.data && usual(key)) tile.grad_query[d * kRow + r] += x * key;
         if (g.grad_key.data && usual(query)) grad_key[n * padded<K>(a.head_dim) + d] += x * query;
       }
@@ -174,8 +166,8 @@ void add_unusual_gradients(const Attention& a, const AttentionGrad& g, const Til
 
 // to (+)= factor from
 template <class K>
-void add_thirds(const float* from, float factor, bool fresh, int64_t rows, int64_t columns,
-                int64_t ld, float* to) {
+void add_limbs(const float* from, float factor, bool fresh, int64_t rows, int64_t columns,
+               int64_t ld, float* to) {
   using X = typename K::X;
   const typename X::V f = X::set(factor);
   for (int64_t r = 0; r < rows; r++)
@@ -187,14 +179,14 @@ void add_thirds(const float* from, float factor, bool fresh, int64_t rows, int64
 
 // Cuts what belongs to the block of queries, and to the tile of keys.
 template <class K>
-void pack_thirds(const Attention& a, const AttentionGrad& g, const TilePlace<K>& tile,
-                 const float* value, BackwardScratch<K>& w,
-                 typename BackwardThirds<K>::Keys& keys) {
-  BackwardThirds<K>& t = w.thirds;
+void pack_limbs(const Attention& a, const AttentionGrad& g, const TilePlace<K>& tile,
+                const typename K::S* value, BackwardScratch<K>& w,
+                typename BackwardLimbs<K>::Keys& keys) {
+  BackwardLimbs<K>& t = w.limbs;
   if (!keys.packed) {
-    rows_in_thirds<K>(tile.key, a.key.row, kTile, a.head_dim, 1, keys.key);
-    rows_in_thirds<K>(value, a.value.row, kTile, a.value_dim, kThirdsScale, keys.value);
-    columns_in_thirds<K>(tile.key, a.key.row, kTile, a.head_dim, kThirdsScale, keys.across);
+    rows_in_limbs<K>(tile.key, a.key.row, kTile, a.head_dim, 1, keys.key);
+    rows_in_limbs<K>(value, a.value.row, kTile, a.value_dim, kLimbsScale, keys.value);
+    columns_in_limbs<K>(tile.key, a.key.row, kTile, a.head_dim, kLimbsScale, keys.across);
     keys.packed = true;
   }
   if (t.packed) return;
@@ -210,11 +202,11 @@ void pack_thirds(const Attention& a, const AttentionGrad& g, const TilePlace<K>&
   fill(w.high, 1, (float)INFINITY);
   fill(w.low, 1, 0);
   fill(w.shift, 1, 0);
-  lanes_in_thirds<K>(w.query, kRow, a.head_dim, lanes, 1, t.query);
-  lanes_in_thirds<K>(w.grad_out, kRow, a.value_dim, lanes, kThirdsScale, t.grad_out);
-  lanes_in_thirds<K>(tile.query, a.query.row, tile.rows, a.head_dim, kThirdsScale, t.query_rows);
-  lanes_in_thirds<K>(tile.grad_out, g.grad_out.row, tile.rows, a.value_dim, kThirdsScale,
-                     t.grad_out_rows);
+  lanes_in_limbs<K>(w.query, kRow, a.head_dim, lanes, 1, t.query);
+  lanes_in_limbs<K>(w.grad_out, kRow, a.value_dim, lanes, kLimbsScale, t.grad_out);
+  lanes_in_limbs<K>(tile.query, a.query.row, tile.rows, a.head_dim, kLimbsScale, t.query_rows);
+  lanes_in_limbs<K>(tile.grad_out, g.grad_out.row, tile.rows, a.value_dim, kLimbsScale,
+                    t.grad_out_rows);
   lay_out<K>(tile.rows, t.p);
   lay_out<K>(tile.rows, t.ds);
   lay_out<K>(kTile, t.ds_lanes);
@@ -223,14 +215,14 @@ void pack_thirds(const Attention& a, const AttentionGrad& g, const TilePlace<K>&
 }
 
 // All gradients of one tile, of whose pairs some may be hidden. `wanted`: dS as it is comes to
-// thirds.ds_tile.
+// limbs.ds_tile.
 template <class K>
-void thirds_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t q0,
-                     int64_t k0, const float* value, const TilePlace<K>& tile, Visibility visible,
-                     bool wanted, BackwardScratch<K>& w) {
-  BackwardThirds<K>& t = w.thirds;
-  typename BackwardThirds<K>::Keys& keys = t.keys[tile.at / kTile];
-  pack_thirds<K>(a, g, tile, value, w, keys);
+void limbs_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t q0,
+                    int64_t k0, const typename K::S* value, const TilePlace<K>& tile,
+                    Visibility visible, bool wanted, BackwardScratch<K>& w) {
+  BackwardLimbs<K>& t = w.limbs;
+  typename BackwardLimbs<K>::Keys& keys = t.keys[tile.at / kTile];
+  pack_limbs<K>(a, g, tile, value, w, keys);
   const bool unusual = t.unusual || keys.key.unusual || keys.value.unusual;
   if (a.dropout.seed) dropout_tile<K>(a, b, h, q0, tile.rows, k0, kTile, w.keep);
   for (int64_t lane = 0; lane < tile.rows; lane += kHalfRow) {
@@ -251,9 +243,9 @@ void thirds_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int6
     }
     const bool partial = visible == Visibility::kPartial;
     const auto run = [&]<bool kDropout, bool kPartial>() {
-      const auto of = unusual  ? thirds_gradients<K, kDropout, kPartial, Kept::kAny>
-                      : wanted ? thirds_gradients<K, kDropout, kPartial, Kept::kUsual>
-                               : thirds_gradients<K, kDropout, kPartial, Kept::kNo>;
+      const auto of = unusual  ? limbs_gradients<K, kDropout, kPartial, Kept::kAny>
+                      : wanted ? limbs_gradients<K, kDropout, kPartial, Kept::kUsual>
+                               : limbs_gradients<K, kDropout, kPartial, Kept::kNo>;
       of(lane, (float)a.dropout.keep_scale, w, t);
     };
     if (a.dropout.seed)
@@ -262,7 +254,7 @@ void thirds_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int6
       partial ? run.template operator()<false, true>() : run.template operator()<false, false>();
   }
 
-  constexpr float kTwice = 1 / kThirdsScale / kThirdsScale;
+  constexpr float kTwice = 1 / kLimbsScale / kLimbsScale;
   const int64_t d = a.head_dim, dv = a.value_dim, ld = padded<K>(d), ldv = padded<K>(dv);
   const int64_t vectors = vectors_of<K>(tile.rows);
   uint64_t all[kTile];
@@ -270,8 +262,8 @@ void thirds_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int6
   const uint64_t* const bits = visible == Visibility::kPartial ? w.bits : all;
   if (g.grad_query.data) {
     K::Dot::product(keys.across, d, t.ds_lanes, 0, vectors, t.sum, kRow);
-    add_thirds<K>(t.sum, kTwice, tile.query_update == Update::kStore, d, vectors * K::kLanes, kRow,
-                  tile.grad_query);
+    add_limbs<K>(t.sum, kTwice, tile.query_update == Update::kStore, d, vectors * K::kLanes, kRow,
+                 tile.grad_query);
     if (unusual)
       add_nonfinite_lanes<K, TakenIfUsual>(t.ds_tile, bits, tile.key, a.key.row, kTile, d,
                                            tile.grad_query);
@@ -279,7 +271,7 @@ void thirds_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int6
   if (g.grad_value.data) {
     float* const to = w.grad_value + tile.at * ldv;
     K::Dot::product(t.p, kTile, t.grad_out_rows, 0, ldv / K::kLanes, t.sums, ldv);
-    add_thirds<K>(t.sums, 1 / kThirdsScale, tile.fresh, kTile, dv, ldv, to);
+    add_limbs<K>(t.sums, 1 / kLimbsScale, tile.fresh, kTile, dv, ldv, to);
     if (unusual)
       add_nonfinite_rows<K, TakenIfUsual>(t.p_tile, bits, tile.grad_out, g.grad_out.row, tile.rows,
                                           kTile, dv, to, ldv);
@@ -287,7 +279,7 @@ void thirds_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int6
   if (g.grad_key.data) {
     float* const to = w.grad_key + tile.at * ld;
     K::Dot::product(t.ds, kTile, t.query_rows, 0, ld / K::kLanes, t.sums, ld);
-    add_thirds<K>(t.sums, kTwice, tile.fresh, kTile, d, ld, to);
+    add_limbs<K>(t.sums, kTwice, tile.fresh, kTile, d, ld, to);
     if (unusual)
       add_nonfinite_rows<K, TakenIfUsual>(t.ds_tile, bits, tile.query, a.query.row, tile.rows,
                                           kTile, d, to, ld);

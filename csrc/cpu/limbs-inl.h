@@ -1,44 +1,36 @@
 // float32 products on a matrix unit of bfloat16. A number is the sum of three of 8 bits each, its
-// thirds; of the nine products of two the six that float32 can see are added up. So sums are as
+// limbs; of the nine products of two the six that float32 can see are added up. So sums are as
 // exact as those of multiply-adds, and six products of the unit take less time.
 namespace mha_ext::cpu {
 namespace {
 
-constexpr int64_t kThirdsStep = 32;  // numbers along t are padded to these, rows of A to half of it
+constexpr int64_t kLimbsStep = 32;  // numbers along t are padded to these, rows of A to half of it
 
 // What of an operand is multiplied before it is cut, so that subnormal numbers keep all bits.
-constexpr float kThirdsScale = 16777216;  // 2^24
+constexpr float kLimbsScale = 16777216;  // 2^24
 
-// In thirds numbers are smaller than this, and dS than that: then no sum of theirs grows beyond
+// In limbs numbers are smaller than this, and dS than that: then no sum of theirs grows beyond
 // what float32 holds. What is not *usual* is 0 in them.
 constexpr float kUnusual = 65536, kUnusualGradient = 18014398509481984;  // 2^16, 2^54
 inline bool usual(float x, float limit = kUnusual) { return -limit < x && x < limit; }
 struct TakenIfUsual {
-  static bool takes(float x) { return usual(x); }
+  template <class S>
+  static bool takes(S x) {
+    return usual(widen(x));
+  }
 };
 template <class X>
 typename X::M usual_lanes(typename X::V x, float limit = kUnusual) {
   return X::gt(X::set(limit), X::max(x, X::sub(X::zero(), x)));
 }
-template <class X>
-typename X::V load_or_zero(const float* p, int64_t left) {
+template <class X, class S>
+typename X::V load_or_zero(const S* p, int64_t left) {
   return left >= X::kLanes ? X::load(p) : left > 0 ? X::load(p, left) : X::zero();
 }
 
-inline int64_t thirds_size(int64_t along, int64_t across) {
-  return 3 * round_up(along, kThirdsStep) / 2 * round_up(across, kThirdsStep / 2);
-}
-
-// x = part[0] + part[1] + part[2], of which the low halves of 32 bits are zero. Cut off, or
-// rounded: then the rest is half as large, and of either sign.
-template <class K, bool kRounded>
-[[gnu::always_inline]] inline void cut(typename K::X::V x, typename K::X::V (&part)[3]) {
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; i++) {
-    part[i] = K::Dot::template high_half<kRounded>(x);
-    x = K::X::sub(x, part[i]);
-  }
-  part[2] = x;
+template <class K>
+int64_t limbs_size(int64_t along, int64_t across) {
+  return K::kLimbs * round_up(along, kLimbsStep) / 2 * round_up(across, kLimbsStep / 2);
 }
 
 // x times factor, and 0 in place of what is not usual; `all_usual` says where all were.
@@ -52,53 +44,51 @@ template <class X>
 
 // Three parts of 32 numbers: in their order, or each of the first with one of the second.
 template <class K, bool kInOrder>
-[[gnu::always_inline]] inline void store_thirds(typename K::X::V first, typename K::X::V second,
-                                                int64_t plane, uint32_t* to) {
-  typename K::X::V x[3], y[3];
-  cut<K, true>(first, x);
-  cut<K, true>(second, y);
-#pragma GCC unroll 3
-  for (int i = 0; i < 3; i++)
-    kInOrder ? K::Dot::store_row(x[i], y[i], to + i * plane)
-             : K::Dot::store_pair(x[i], y[i], to + i * plane);
+[[gnu::always_inline]] inline void store_limbs(typename K::X::V first, typename K::X::V second,
+                                               int64_t plane, uint32_t* to) {
+  typename K::X::V x[K::kLimbs], y[K::kLimbs];
+  K::Dot::template cut<true>(first, x);
+  K::Dot::template cut<true>(second, y);
+  kInOrder ? K::Dot::store_row(x, y, plane, to) : K::Dot::store_pair(x, y, plane, to);
 }
 
 // Tiles along t one after the other, for each 16 rows of A or lanes of X; `count` numbers along t.
 template <class K>
-void lay_out(int64_t count, Thirds& to) {
-  to.along = ceil_div(count, kThirdsStep);
+void lay_out(int64_t count, Limbs& to) {
+  to.along = ceil_div(count, kLimbsStep);
+  to.step = K::kLimbs * to.plane;
   to.across = to.along * to.step;
 }
 // A(m, t) = factor rows[m][t]. Numbers along t are in pairs with those 16 later: no number has to
 // move to another lane.
-template <class K>
-void rows_in_thirds(const float* from, int64_t stride, int64_t rows, int64_t columns, float factor,
-                    Thirds& to) {
+template <class K, class S>
+void rows_in_limbs(const S* from, int64_t stride, int64_t rows, int64_t columns, float factor,
+                   Limbs& to) {
   using X = typename K::X;
   const typename X::V f = X::set(factor);
   uint64_t all_usual = first_bits(X::kLanes);
   lay_out<K>(columns, to);
   for (int64_t r = 0; r < round_up(rows, X::kLanes); r++)
-    for (int64_t c = 0; c < columns; c += kThirdsStep) {
-      const float* const p = from + r * stride + c;
+    for (int64_t c = 0; c < columns; c += kLimbsStep) {
+      const S* const p = from + r * stride + c;
       const int64_t left = r < rows ? columns - c : 0;
-      store_thirds<K, false>(
+      store_limbs<K, false>(
           usual_part<X>(load_or_zero<X>(p, left), f, all_usual),
           usual_part<X>(load_or_zero<X>(p + X::kLanes, left - X::kLanes), f, all_usual), to.plane,
-          to.at(c / kThirdsStep, r / X::kLanes) + r % X::kLanes * to.row);
+          to.at(c / kLimbsStep, r / X::kLanes) + r % X::kLanes * to.row);
     }
   to.unusual = all_usual != first_bits(X::kLanes);
 }
 // A(m, t) = factor rows[t][m], in pairs of neighbours along t.
-template <class K>
-void columns_in_thirds(const float* from, int64_t stride, int64_t rows, int64_t columns,
-                       float factor, Thirds& to) {
+template <class K, class S>
+void columns_in_limbs(const S* from, int64_t stride, int64_t rows, int64_t columns, float factor,
+                      Limbs& to) {
   using X = typename K::X;
   const typename X::V f = X::set(factor);
   uint64_t all_usual = first_bits(X::kLanes);
   lay_out<K>(rows, to);
   for (int64_t c = 0; c < columns; c += X::kLanes)
-    for (int64_t r = 0; r < rows; r += kThirdsStep) {
+    for (int64_t r = 0; r < rows; r += kLimbsStep) {
       typename X::V block[2][X::kLanes];
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++) {
@@ -112,58 +102,58 @@ void columns_in_thirds(const float* from, int64_t stride, int64_t rows, int64_t 
       }
 #pragma GCC unroll 16
       for (int i = 0; i < X::kLanes; i++)
-        store_thirds<K, true>(block[0][i], block[1][i], to.plane,
-                              to.at(r / kThirdsStep, c / X::kLanes) + i * to.row);
+        store_limbs<K, true>(block[0][i], block[1][i], to.plane,
+                             to.at(r / kLimbsStep, c / X::kLanes) + i * to.row);
     }
   to.unusual = all_usual != first_bits(X::kLanes);
 }
-// X[t][lane] = factor rows[t][lane], in pairs as rows_in_thirds has them.
-template <class K>
-void lanes_in_thirds(const float* from, int64_t stride, int64_t rows, int64_t columns, float factor,
-                     Thirds& to) {
+// X[t][lane] = factor rows[t][lane], in pairs as rows_in_limbs has them.
+template <class K, class S>
+void lanes_in_limbs(const S* from, int64_t stride, int64_t rows, int64_t columns, float factor,
+                    Limbs& to) {
   using X = typename K::X;
   const typename X::V f = X::set(factor);
   uint64_t all_usual = first_bits(X::kLanes);
   lay_out<K>(rows, to);
-  for (int64_t first = 0; first < rows; first += kThirdsStep)
-    for (int64_t r = first; r < first + kThirdsStep / 2; r++)
+  for (int64_t first = 0; first < rows; first += kLimbsStep)
+    for (int64_t r = first; r < first + kLimbsStep / 2; r++)
       for (int64_t c = 0; c < columns; c += X::kLanes) {
         const auto part = [&](int64_t row) __attribute__((always_inline)) {
           const int64_t left = row < rows ? columns - c : 0;
           return usual_part<X>(load_or_zero<X>(from + row * stride + c, left), f, all_usual);
         };
-        store_thirds<K, false>(part(r), part(r + kThirdsStep / 2), to.plane,
-                               to.at(first / kThirdsStep, c / X::kLanes) + (r - first) * to.row);
+        store_limbs<K, false>(part(r), part(r + kLimbsStep / 2), to.plane,
+                              to.at(first / kLimbsStep, c / X::kLanes) + (r - first) * to.row);
       }
   to.unusual = all_usual != first_bits(X::kLanes);
 }
 
 // c[key][kLd queries] += the terms of rows[key][d] lanes[d][query] of which a factor is not usual.
-template <class K, int64_t kLd>
-void add_unusual_scores(const float* rows, int64_t stride, int64_t columns, const float* lanes,
+template <class K, int64_t kLd, class S>
+void add_unusual_scores(const S* rows, int64_t stride, int64_t columns, const float* lanes,
                         int64_t queries, float* c) {
   for (int64_t n = 0; n < kTile; n++)
     for (int64_t d = 0; d < columns; d++) {
-      const float x = rows[n * stride + d];
+      const float x = widen(rows[n * stride + d]);
       const bool all = !usual(x);
       for (int64_t r = 0; r < queries; r++)
         if (all || !usual(lanes[d * kRow + r])) c[n * kLd + r] += lanes[d * kRow + r] * x;
     }
 }
 // s[key][64 queries] = rows[key][d] lanes[d][query], of all keys of a tile: the bits of
-// thirds_tile, piece by piece.
+// limbs_tile, piece by piece.
 template <class K>
-void thirds_scores(const Operand& from, int64_t columns, const float* lanes, int64_t queries,
-                   float* s) {
+void limbs_scores(const Operand& from, int64_t columns, const float* lanes, int64_t queries,
+                  float* s) {
   const float* const rows = (const float*)from.data;
   const int64_t stride = from.m_stride / (int64_t)sizeof(float), vectors = vectors_of<K>(queries);
-  alignas(64) uint32_t room[2][3 * kTile / 2 * kTile];
+  alignas(64) uint32_t room[2][K::kLimbs * kTile / 2 * kTile];
   bool unusual = false;
   for (int64_t d = 0; d < columns; d += kTile) {
     const int64_t width = min_of(kTile, columns - d);
-    Thirds a{room[0]}, x{room[1]};
-    rows_in_thirds<K>(rows + d, stride, kTile, width, 1, a);
-    lanes_in_thirds<K>(lanes + d * kRow, kRow, width, vectors * K::kLanes, 1, x);
+    Limbs a{room[0]}, x{room[1]};
+    rows_in_limbs<K>(rows + d, stride, kTile, width, 1, a);
+    lanes_in_limbs<K>(lanes + d * kRow, kRow, width, vectors * K::kLanes, 1, x);
     if (d == 0)
       K::Dot::product(a, kTile, x, 0, vectors, s, kRow);
     else
@@ -174,16 +164,16 @@ void thirds_scores(const Operand& from, int64_t columns, const float* lanes, int
 }
 // out[column][64 queries] += P V, of the terms of V that are not usual and of pairs that are seen.
 template <class K>
-void add_unusual_values(const float* value, int64_t stride, int64_t columns, const Thirds& p,
+void add_unusual_values(const typename K::S* value, int64_t stride, int64_t columns, const Limbs& p,
                         const uint64_t* bits, int64_t lane, int64_t queries, float* out) {
   for (int64_t n = 0; n < kTile; n++)
     for (int64_t d = 0; d < columns; d++) {
-      const float x = value[n * stride + d];
+      const float x = widen(value[n * stride + d]);
       if (usual(x)) continue;
       for (int64_t r = 0; r < queries; r++) {
         if (bits && !(bits[n] >> (lane + r) & 1)) continue;
         float weight = 0;
-        for (int i = 2; i >= 0; i--) {
+        for (int i = K::kLimbs - 1; i >= 0; i--) {
           const uint32_t pair = p.data[i * p.plane + n / 2 * p.row + r];
           weight += widen(BFloat16{(uint16_t)(n % 2 ? pair >> 16 : pair)});
         }
@@ -213,7 +203,7 @@ struct PendingSum {
  private:
   [[gnu::always_inline]] void add_row() {
     using X = typename K::X;
-    const typename X::V back = X::set(1 / kThirdsScale);
+    const typename X::V back = X::set(1 / kLimbsScale);
     for (int64_t at = 0; at < vectors * K::kLanes; at += K::kLanes)
       X::store(out + at, X::fma(back, X::load(sum + at), started ? X::load(out + at) : X::zero()));
     out += kRow;
@@ -222,19 +212,19 @@ struct PendingSum {
   }
 };
 
-// What forward keeps in thirds: of the tile, of half of its weights, and of each block of queries.
+// What forward keeps in limbs: of the tile, of half of its weights, and of each block of queries.
 template <class K>
-struct ForwardThirds<K, true> {
-  Thirds key, value, weights, query[kGroup];
+struct ForwardLimbs<K, true> {
+  Limbs key, value, weights, query[kGroup];
   float* sum;  // [value_dim][kHalfRow] of the last product
   PendingSum<K> pending;
   bool packed, query_packed[kGroup];
 
-  ForwardThirds(const Attention& a, Arena& arena) {
-    const bool taken = takes_thirds<K>(a, a.queries);
+  ForwardLimbs(const Attention& a, Arena& arena) {
+    const bool taken = takes_limbs<K>(a, a.queries);
     const auto take = [&](int64_t along, int64_t across) {
-      Thirds t;
-      t.data = arena.take<uint32_t>(taken ? thirds_size(along, across) : 0);
+      Limbs t;
+      t.data = arena.take<uint32_t>(taken ? limbs_size<K>(along, across) : 0);
       return t;
     };
     key = take(a.head_dim, kTile);
@@ -242,7 +232,7 @@ struct ForwardThirds<K, true> {
     weights = take(kTile, kHalfRow);
     weights.row = kHalfRow;  // as store_pairs of Weights has them
     weights.plane = kTile / 2 * kHalfRow;
-    weights.step = kThirdsStep / 2 * kHalfRow;
+    weights.step = kLimbsStep / 2 * kHalfRow;
     weights.across = K::kLanes;
     for (int64_t i = 0; i < min_of(kGroup, ceil_div(a.queries, kTile)); i++)
       query[i] = take(a.head_dim, kRow);
@@ -252,23 +242,23 @@ struct ForwardThirds<K, true> {
 
 // As matrix_tile, of the i-th block: m, l and `out` over 64 more keys, by halves of the queries.
 template <class K>
-void thirds_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t i,
-                 Visibility visible, ForwardScratch<K>& w) {
+void limbs_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t i, Visibility visible,
+                ForwardScratch<K>& w) {
   using X = typename K::X;
   using Pairs = Kind<X, typename K::Dot::Weights, float>;
-  ForwardThirds<K>& t = w.thirds;
+  ForwardLimbs<K>& t = w.limbs;
   const QueryBlock<K>& q = w.blocks[i];
   const int64_t kv = kv_head(a, h);
-  const float* const key = row_of<K>(a.key, b, kv, k0);
-  const float* const value = row_of<K>(a.value, b, kv, k0);
+  const typename K::S* const key = row_of<K>(a.key, b, kv, k0);
+  const typename K::S* const value = row_of<K>(a.value, b, kv, k0);
   if (!t.packed) {
-    rows_in_thirds<K>(key, a.key.row, kTile, a.head_dim, 1, t.key);
-    columns_in_thirds<K>(value, a.value.row, kTile, a.value_dim, kThirdsScale, t.value);
+    rows_in_limbs<K>(key, a.key.row, kTile, a.head_dim, 1, t.key);
+    columns_in_limbs<K>(value, a.value.row, kTile, a.value_dim, kLimbsScale, t.value);
   }
   t.packed = true;
-  Thirds& query = t.query[i];
+  Limbs& query = t.query[i];
   if (!t.query_packed[i])
-    lanes_in_thirds<K>(q.query, kRow, a.head_dim, q.vectors * K::kLanes, 1, query);
+    lanes_in_limbs<K>(q.query, kRow, a.head_dim, q.vectors * K::kLanes, 1, query);
   t.query_packed[i] = true;
   if (a.dropout.seed) dropout_tile<K>(a, b, h, q.q0, q.rows, k0, kTile, w.keep);
   const Seen kept{a.dropout.seed ? w.keep : nullptr};
