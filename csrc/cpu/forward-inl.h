@@ -112,7 +112,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
           q.started = true;
           continue;
         }
-        w.limbs.pending.finish();
+        finish_limbs<K>(a, w);
       }
       // Pairs, where all of the tile is there and no hidden pair meets what is not finite.
       const bool whole = K::kPairs && with_values && !bands && keys == kTile;
@@ -168,7 +168,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       q.started = true;
     }
   }
-  if constexpr (K::kLimbs > 0) w.limbs.pending.finish();
+  if constexpr (K::kLimbs > 0) finish_limbs<K>(a, w);
 }
 
 template <class K>

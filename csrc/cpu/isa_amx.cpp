@@ -183,6 +183,15 @@ struct Limbs {
   uint32_t* at(int64_t along, int64_t across_) const {
     return data + along * step + across_ * across;
   }
+  Limbs from(int64_t across_) const {
+    Limbs some = *this;
+    some.data = at(0, across_);
+    return some;
+  }
+};
+
+struct NothingBeside {
+  void step() {}
 };
 
 // Multiply-adds, but for whole tiles in limbs: three of a float32, two of what is as exact as a
@@ -239,6 +248,7 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
     using Unit = uint32_t;
     using Session = MultiplyTiles::Session;
     [[maybe_unused]] static constexpr int kStep = 2, kUnitBlock = 16, kRowBlock = 16;
+    [[maybe_unused]] static constexpr bool kScaled = true;  // the queries were
     static void store_pairs(__m512 first, __m512 second, Unit* to) {
       __m512 x[kLimbs], y[kLimbs];
       cut<false>(first, x);
@@ -247,9 +257,11 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
     }
   };
 
-  template <bool kAdd, bool kTwoRows, bool kTwoColumns>
-  static void block(const Limbs& a, int64_t row, const Limbs& x, int64_t lane, float* c,
-                    int64_t ldc) {
+  // `beside` takes a step with each addition. It is kept in registers: what goes through memory
+  // waits for the stores of the unit.
+  template <bool kAdd, bool kTwoRows, bool kTwoColumns, class Beside>
+  [[gnu::always_inline]] static void block(const Limbs& a, int64_t row, const Limbs& x,
+                                           int64_t lane, float* c, int64_t ldc, Beside& beside) {
     asm volatile(""
                  :
                  :
@@ -282,6 +294,7 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
         if constexpr (kTwoColumns) _tile_dpbf16ps(1, 4, 7);
         if constexpr (kTwoRows) _tile_dpbf16ps(2, 5, 6);
         if constexpr (kTwoRows && kTwoColumns) _tile_dpbf16ps(3, 5, 7);
+        beside.step();
       };
       if constexpr (kLimbs == 3) {
         rows(0), lanes(2), add();
@@ -308,15 +321,34 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
   template <bool kAdd = false>
   static void product(const Limbs& a, int64_t rows, const Limbs& x, int64_t lane, int64_t vectors,
                       float* c, int64_t ldc) {
+    NothingBeside nothing;
     for (int64_t m = 0; m < rows; m += 32)
       for (int64_t i = 0; i < vectors; i += 2) {
         const int64_t v = m % 64 == 0 ? i : (vectors - 1) / 2 * 2 - i;  // one operand is still near
-        const auto run = m + 16 < rows
-                             ? v + 1 < vectors ? block<kAdd, true, true> : block<kAdd, true, false>
-                         : v + 1 < vectors ? block<kAdd, false, true>
-                                           : block<kAdd, false, false>;
-        run(a, m / 16, x, lane / 16 + v, c + m * ldc + v * 16, ldc);
+        const auto run = [&]<bool kTwoRows, bool kTwoColumns>() {
+          block<kAdd, kTwoRows, kTwoColumns>(a, m / 16, x, lane / 16 + v, c + m * ldc + v * 16, ldc,
+                                             nothing);
+        };
+        if (m + 16 < rows)
+          v + 1 < vectors ? run.template operator()<true, true>()
+                          : run.template operator()<true, false>();
+        else
+          v + 1 < vectors ? run.template operator()<false, true>()
+                          : run.template operator()<false, false>();
       }
+  }
+  // The same for two vectors, and how many steps `beside` takes then.
+  template <class Beside>
+  [[gnu::always_inline]] static void product_beside(const Limbs& a, int64_t rows, const Limbs& x,
+                                                    int64_t lane, float* c, int64_t ldc,
+                                                    Beside& beside) {
+    int64_t m = 0;
+    for (; m + 16 < rows; m += 32)
+      block<false, true, true>(a, m / 16, x, lane / 16, c + m * ldc, ldc, beside);
+    if (m < rows) product(a.from(m / 16), rows - m, x, lane, 2, c + m * ldc, ldc);
+  }
+  static int64_t steps(const Limbs& a, int64_t rows) {
+    return (rows + 15) / 32 * a.along * (kLimbs == 3 ? 6 : 3);
   }
 };
 

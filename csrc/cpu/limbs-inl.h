@@ -182,8 +182,59 @@ void add_unusual_values(const typename K::S* value, int64_t stride, int64_t colu
     }
 }
 
+// Exponentials beside a product that takes `steps` steps.
+template <class Of>
+struct ExponentialsBeside {
+  Of of;
+  int64_t share, key = 0;
+  ExponentialsBeside(const Of& all, int64_t steps)
+      : of(all), share(max_of(1, kTile / 2 / max_of(1, steps))) {}
+  [[gnu::always_inline]] void step() {
+    for (int64_t i = 0; i < share && key < kTile; i++) two_keys();
+  }
+  void finish() {
+    while (key < kTile) two_keys();
+  }
+
+ private:
+  [[gnu::always_inline]] void two_keys() {
+    of.step(key, 0);
+    of.step(key, 1);
+    key += 2;
+  }
+};
+// softmax_pairs of rows of two vectors beside another product, run(beside), of so many steps.
+template <class K, int64_t kLd, class Product>
+void softmax_beside(int64_t steps, const Product& run, int64_t vectors, bool started,
+                    typename K::T* s, Seen seen, Seen kept, typename K::T* m, typename K::T* l,
+                    typename K::T* out, int64_t value_dim, typename K::Unit* pairs, Ahead& ahead) {
+  constexpr int NV = 2;
+  static_assert(kLd == NV * K::kLanes);
+  bool done = false;
+  NothingBeside nothing;
+  const auto beside = [&]<bool kAsk, bool kMasked, bool kDropout>() {
+    if (!started || (!kMasked && lacks_level<K, NV>(m)))
+      raise_levels<K, NV, kMasked, kLd>(kTile, s, nullptr, seen, m, l, out, value_dim);
+    using Of = PairExponentials<K, NV, kLd, true, kAsk, kMasked, kDropout>;
+    ExponentialsBeside<Of> exponentials(Of(s, 1, seen, kept, m, pairs, ahead), steps);
+    run(exponentials);
+    exponentials.finish();
+    done = exponentials.of.finish(l);
+  };
+  if (vectors == NV)
+    by_masks(seen, kept, [&]<bool kMasked, bool kDropout>() {
+      ahead.waiting() ? beside.template operator()<true, kMasked, kDropout>()
+                      : beside.template operator()<false, kMasked, kDropout>();
+    });
+  else
+    run(nothing);
+  if (done) return;
+  softmax_pairs<K, kLd>(vectors, started && vectors != NV, s, 1, seen, kept, m, l, out, value_dim,
+                        pairs, ahead, AskNothing{});
+}
+
 // A product that still has to be added to `out`, or, at first, stored there: row by row beside the
-// exponentials of the next, since what the unit has just stored cannot be read for a while.
+// next product, since what the unit has just stored cannot be read for a while.
 template <class K>
 struct PendingSum {
   const float* sum = nullptr;             // [rows][kHalfRow]
@@ -192,8 +243,7 @@ struct PendingSum {
   int64_t share = 1;  // rows of a step
   bool started = false;
 
-  template <int NV>
-  [[gnu::always_inline]] void step(const float*, int64_t) {
+  [[gnu::always_inline]] void step() {
     for (int64_t i = 0; i < share && rows > 0; i++) add_row();
   }
   void finish() {
@@ -212,12 +262,27 @@ struct PendingSum {
   }
 };
 
+// Half a block of queries and a tile of keys whose scores are there.
+template <class K>
+struct PendingHalf {
+  float* s = nullptr;  // [key][kHalfRow]; nothing waits without
+  const typename K::S* value = nullptr;
+  float *m, *l, *out;
+  Seen seen, kept;
+  int64_t vectors, queries;
+  bool started;
+};
+
 // What forward keeps in limbs: of the tile, of half of its weights, and of each block of queries.
 template <class K>
 struct ForwardLimbs<K, true> {
   Limbs key, value, weights, query[kGroup];
-  float* sum;  // [value_dim][kHalfRow] of the last product
+  float* sums[2];  // [value_dim][kHalfRow] of the last products
   PendingSum<K> pending;
+  PendingHalf<K> half;
+  const typename K::S* value_of = nullptr;  // of which rows `value` is
+  uint64_t *other_bits, *other_keep;        // of the tile before, which may still be wanted
+  int turn = 0;                             // of the two halves that w.s has room for
   bool packed, query_packed[kGroup];
 
   ForwardLimbs(const Attention& a, Arena& arena) {
@@ -236,25 +301,66 @@ struct ForwardLimbs<K, true> {
     weights.across = K::kLanes;
     for (int64_t i = 0; i < min_of(kGroup, ceil_div(a.queries, kTile)); i++)
       query[i] = take(a.head_dim, kRow);
-    sum = arena.take<float>(taken ? round_up(a.value_dim, K::kLanes) * kHalfRow : 0);
+    for (float*& sum : sums)
+      sum = arena.take<float>(taken ? round_up(a.value_dim, K::kLanes) * kHalfRow : 0);
+    other_bits = arena.take<uint64_t>(kTile);
+    other_keep = arena.take<uint64_t>(kTile);
   }
 };
 
+// Runs a product, product(beside), of so many steps, and beside it the exponentials of the half
+// that waits; then its values, and beside them the sums of the half before.
+template <class K, class Product>
+void finish_half(const Attention& a, int64_t steps, const Product& product, ForwardScratch<K>& w) {
+  using Pairs = Kind<typename K::X, typename K::Dot::Weights, float>;
+  ForwardLimbs<K>& t = w.limbs;
+  const PendingHalf<K> half = t.half;
+  t.half.s = nullptr;
+  NothingBeside nothing;
+  if (!half.s) return product(nothing);
+  if (t.pending.half == half.out) t.pending.finish();  // before its level may rise
+  softmax_beside<Pairs, kHalfRow>(steps, product, half.vectors, half.started, half.s, half.seen,
+                                  half.kept, half.m, half.l, half.out,
+                                  half.started ? a.value_dim : 0, t.weights.data, w.ahead);
+  if (t.value_of != half.value)
+    columns_in_limbs<K>(half.value, a.value.row, kTile, a.value_dim, kLimbsScale, t.value);
+  t.value_of = half.value;
+  float* const sum = t.pending.sum == t.sums[0] ? t.sums[1] : t.sums[0];
+  t.pending.share = ceil_div(t.pending.rows, max_of(1, K::Dot::steps(t.value, a.value_dim)));
+  PendingSum<K> pending = t.pending;
+  if (half.vectors == 2)
+    K::Dot::product_beside(t.value, a.value_dim, t.weights, 0, sum, kHalfRow, pending);
+  else
+    K::Dot::product(t.value, a.value_dim, t.weights, 0, half.vectors, sum, kHalfRow);
+  pending.finish();
+  t.pending.sum = sum;
+  t.pending.half = t.pending.out = half.out;
+  t.pending.rows = a.value_dim;
+  t.pending.vectors = half.vectors;
+  t.pending.started = half.started;
+  if (t.value.unusual) {
+    t.pending.finish();
+    add_unusual_values<K>(half.value, a.value.row, a.value_dim, t.weights, half.seen.bits,
+                          half.seen.first, half.queries, half.out);
+  }
+}
+// All that waits.
+template <class K>
+void finish_limbs(const Attention& a, ForwardScratch<K>& w) {
+  finish_half<K>(a, 1, [](auto&) {}, w);
+  w.limbs.pending.finish();
+}
+
 // As matrix_tile, of the i-th block: m, l and `out` over 64 more keys, by halves of the queries.
+// The last one is left to wait.
 template <class K>
 void limbs_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t i, Visibility visible,
                 ForwardScratch<K>& w) {
-  using X = typename K::X;
-  using Pairs = Kind<X, typename K::Dot::Weights, float>;
   ForwardLimbs<K>& t = w.limbs;
   const QueryBlock<K>& q = w.blocks[i];
   const int64_t kv = kv_head(a, h);
   const typename K::S* const key = row_of<K>(a.key, b, kv, k0);
-  const typename K::S* const value = row_of<K>(a.value, b, kv, k0);
-  if (!t.packed) {
-    rows_in_limbs<K>(key, a.key.row, kTile, a.head_dim, 1, t.key);
-    columns_in_limbs<K>(value, a.value.row, kTile, a.value_dim, kLimbsScale, t.value);
-  }
+  if (!t.packed) rows_in_limbs<K>(key, a.key.row, kTile, a.head_dim, 1, t.key);
   t.packed = true;
   Limbs& query = t.query[i];
   if (!t.query_packed[i])
@@ -265,33 +371,39 @@ void limbs_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t i,
   for (int64_t lane = 0; lane < q.vectors * K::kLanes; lane += kHalfRow) {
     const int64_t vectors = min_of(kHalfRow / K::kLanes, q.vectors - lane / K::kLanes);
     const int64_t queries = min_of(kHalfRow, q.rows - lane);
-    float* const out = q.out + lane;
-    K::Dot::product(t.key, kTile, query, lane, vectors, w.s, kHalfRow);
+    t.turn = 1 - t.turn;
+    float* const s = w.s + t.turn * kTile * kHalfRow;
+    const auto product = [&](auto& beside) __attribute__((always_inline)) {
+      if (vectors == 2)
+        K::Dot::product_beside(t.key, kTile, query, lane, s, kHalfRow, beside);
+      else
+        K::Dot::product(t.key, kTile, query, lane, vectors, s, kHalfRow);
+    };
+    finish_half<K>(a, K::Dot::steps(t.key, kTile), product, w);
     if (t.key.unusual || query.unusual)
-      add_unusual_scores<K, kHalfRow>(key, a.key.row, a.head_dim, q.query + lane, queries, w.s);
+      add_unusual_scores<K, kHalfRow>(key, a.key.row, a.head_dim, q.query + lane, queries, s);
     if (a.bias.data)
       visible = add_biases<K, kHalfRow>(a, b, h, q.q0, q.rows, lane, queries, k0, kTile, visible,
-                                        w.bits, w.s, w.extra);
-    const bool partial = visible == Visibility::kPartial;
-    if (t.pending.half == out) t.pending.finish();  // before its level may rise
-    softmax_pairs<Pairs, kHalfRow>(vectors, q.started, w.s, 1,
-                                   Seen{partial ? w.bits : nullptr}.from(0, lane),
-                                   kept.from(0, lane), q.m + lane, q.l + lane, out,
-                                   q.started ? a.value_dim : 0, t.weights.data, w.ahead, t.pending);
-    t.pending.finish();  // of the half before, where it had more rows than there were steps
-    K::Dot::product(t.value, a.value_dim, t.weights, 0, vectors, t.sum, kHalfRow);
-    t.pending.sum = t.sum;
-    t.pending.half = t.pending.out = out;
-    t.pending.rows = a.value_dim;
-    t.pending.vectors = vectors;
-    t.pending.share = ceil_div(a.value_dim, kTile);
-    t.pending.started = q.started;
-    if (t.value.unusual) {
-      t.pending.finish();
-      add_unusual_values<K>(value, a.value.row, a.value_dim, t.weights, partial ? w.bits : nullptr,
-                            lane, queries, out);
-    }
+                                        w.bits, s, w.extra);
+    const Seen seen{visible == Visibility::kPartial ? w.bits : nullptr};
+    t.half = {s,
+              row_of<K>(a.value, b, kv, k0),
+              q.m + lane,
+              q.l + lane,
+              q.out + lane,
+              seen.from(0, lane),
+              kept.from(0, lane),
+              vectors,
+              queries,
+              q.started};
   }
+  const auto exchange = [](uint64_t*& x, uint64_t*& y) {
+    uint64_t* const one = x;
+    x = y;
+    y = one;
+  };
+  exchange(w.bits, t.other_bits);
+  exchange(w.keep, t.other_keep);
 }
 
 }  // namespace

@@ -154,70 +154,113 @@ void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, See
   }
 }
 
-// The same for all 64 keys, P as pairs of keys; S stays. kTry: in the hope that no level has to be
-// raised. False, where one has to: then l is as it was. Where a matrix unit makes S, which neither
-// scales it nor asks for what is wanted next: of S times `factor` (else 1), the first rows of `out`
-// are asked for, and kAsk: two lines with each two keys of a vector.
+// The exponentials of all 64 keys for NV vectors of queries, two keys at a time: P comes as pairs
+// of keys, S stays. kTry: in the hope that no level has to be raised. kAsk: two lines of what is
+// wanted next are asked for with each two keys of a vector.
+template <class K, int NV, int64_t kLd, bool kTry, bool kAsk, bool kMasked, bool kDropout>
+class PairExponentials {
+  using T = typename K::T;
+  using X = typename K::X;
+  using V = typename X::V;
+  // Whether a matrix unit made S, which does not scale it.
+  static constexpr bool kScales = K::Dot::kRowBlock > 1 && !requires { K::Dot::kScaled; };
+
+ public:
+  PairExponentials(const T* s, T factor, Seen seen, Seen kept, const T* m, typename K::Unit* pairs,
+                   Ahead& ahead)
+      : s_(s), seen_(seen), kept_(kept), m_(m), pairs_(pairs), ahead_(&ahead) {
+    factor_ = X::set(factor);
+#pragma GCC unroll 4
+    for (int i = 0; i < NV; i++) {
+      level_[i] = level_of<K>(m + i * K::kLanes);
+      sum_[0][i] = sum_[1][i] = X::zero();
+      top_[i] = X::set(-(T)INFINITY);
+    }
+    if constexpr (kAsk) lines_ = ahead.lines();
+  }
+  [[gnu::always_inline]] void step(int64_t n, int i) {
+    if constexpr (kAsk) {
+      ahead_->ask(lines_);
+      ahead_->ask(lines_);
+    }
+    const T* p = s_ + n * kLd + i * K::kLanes;
+    const V x0 = X::sub(scaled(X::load(p)), level_[i]);
+    const V x1 = X::sub(scaled(X::load(p + kLd)), level_[i]);
+    if (kTry) {
+      top_[i] = seen_or<X, kMasked>(seen_, n, i, X::max(x0, top_[i]), top_[i]);
+      top_[i] = seen_or<X, kMasked>(seen_, n + 1, i, X::max(x1, top_[i]), top_[i]);
+    }
+    const V e0 = seen_or<X, kMasked>(seen_, n, i, exp_of<X>(x0), X::zero());
+    const V e1 = seen_or<X, kMasked>(seen_, n + 1, i, exp_of<X>(x1), X::zero());
+    sum_[0][i] = X::add(sum_[0][i], e0);
+    sum_[1][i] = X::add(sum_[1][i], e1);
+    K::Dot::store_pairs(seen_or<X, kDropout>(kept_, n, i, e0, X::zero()),
+                        seen_or<X, kDropout>(kept_, n + 1, i, e1, X::zero()),
+                        pairs_ + n / 2 * kLd + i * K::kLanes);
+  }
+  // Adds P to l; false, where a level has to be raised: then l is as it was.
+  bool finish(T* l) {
+    if constexpr (kAsk) ahead_->stopped(lines_);
+    uint64_t grows = 0;
+#pragma GCC unroll 4
+    for (int i = 0; i < NV; i++) {
+      const V lowest = X::set(-(T)INFINITY);
+      V most = X::set(kSlack<T>);
+      if constexpr (kMasked)
+        most = X::select(X::eq(X::load(m_ + i * K::kLanes), lowest), lowest, most);
+      if (kTry) grows |= X::bits(X::gt(top_[i], most));
+    }
+    if (grows) return false;
+#pragma GCC unroll 4
+    for (int i = 0; i < NV; i++)
+      X::store(l + i * K::kLanes,
+               X::add(X::load(l + i * K::kLanes), X::add(sum_[0][i], sum_[1][i])));
+    return true;
+  }
+
+ private:
+  [[gnu::always_inline]] V scaled(V score) const {
+    if constexpr (kScales) return X::mul(factor_, score);
+    return score;
+  }
+
+  const T* s_;
+  Seen seen_, kept_;
+  const T* m_;
+  typename K::Unit* pairs_;
+  Ahead* ahead_;
+  Ahead::Lines lines_{};
+  V factor_, level_[NV], sum_[2][NV], top_[NV];
+};
+
+// Whether a query has no level yet.
+template <class K, int NV>
+bool lacks_level(const typename K::T* m) {
+  using X = typename K::X;
+  uint64_t lacks = 0;
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++)
+    lacks |= X::bits(X::eq(X::load(m + i * K::kLanes), X::set(-(typename K::T)INFINITY)));
+  return lacks;
+}
+
+// All of them. On a matrix unit, which asks for nothing, `beside` takes a step with each.
 template <class K, int NV, int64_t kLd, bool kTry, bool kAsk, bool kMasked, bool kDropout,
           class Beside>
 bool softmax_pairs_lanes(const typename K::T* s, typename K::T factor, Seen seen, Seen kept,
                          const typename K::T* m, typename K::T* l, const typename K::T* out,
                          typename K::Unit* pairs, Ahead& ahead, Beside& beside) {
-  using X = typename K::X;
-  using V = typename X::V;
-  constexpr bool kMatrix = K::Dot::kRowBlock > 1;
-  const V lowest = X::set(-(typename K::T)INFINITY), f = X::set(factor);
-  V level[NV], sum[2][NV], top[NV];
-#pragma GCC unroll 4
-  for (int i = 0; i < NV; i++) {
-    level[i] = level_of<K>(m + i * K::kLanes);
-    // A query that has seen nothing has no level; masked, it may see nothing here either.
-    if (kTry && !kMasked && X::bits(X::eq(X::load(m + i * K::kLanes), lowest))) return false;
-    sum[0][i] = sum[1][i] = X::zero();
-    top[i] = lowest;
-  }
-  const auto scaled = [&](V score) __attribute__((always_inline)) {
-    return kMatrix ? X::mul(f, score) : score;
-  };
-  [[maybe_unused]] Ahead::Lines lines{};
-  if constexpr (kAsk) lines = ahead.lines();
+  // Masked, a query may see nothing here either.
+  if (kTry && !kMasked && lacks_level<K, NV>(m)) return false;
+  PairExponentials<K, NV, kLd, kTry, kAsk, kMasked, kDropout> of(s, factor, seen, kept, m, pairs,
+                                                                 ahead);
   for (int64_t n = 0; n < kTile; n += 2)
 #pragma GCC unroll 4
     for (int i = 0; i < NV; i++) {
-      if constexpr (kAsk) {
-        ahead.ask(lines);
-        ahead.ask(lines);
-      }
-      if constexpr (kMatrix) beside.template step<NV>(out, n / 2 * NV + i);
-      const typename K::T* p = s + n * kLd + i * K::kLanes;
-      const V x0 = X::sub(scaled(X::load(p)), level[i]);
-      const V x1 = X::sub(scaled(X::load(p + kLd)), level[i]);
-      if (kTry) {
-        top[i] = seen_or<X, kMasked>(seen, n, i, X::max(x0, top[i]), top[i]);
-        top[i] = seen_or<X, kMasked>(seen, n + 1, i, X::max(x1, top[i]), top[i]);
-      }
-      const V e0 = seen_or<X, kMasked>(seen, n, i, exp_of<X>(x0), X::zero());
-      const V e1 = seen_or<X, kMasked>(seen, n + 1, i, exp_of<X>(x1), X::zero());
-      sum[0][i] = X::add(sum[0][i], e0);
-      sum[1][i] = X::add(sum[1][i], e1);
-      K::Dot::store_pairs(seen_or<X, kDropout>(kept, n, i, e0, X::zero()),
-                          seen_or<X, kDropout>(kept, n + 1, i, e1, X::zero()),
-                          pairs + n / 2 * kLd + i * K::kLanes);
+      if constexpr (K::Dot::kRowBlock > 1) beside.template step<NV>(out, n / 2 * NV + i);
+      of.step(n, i);
     }
-  if constexpr (kAsk) ahead.stopped(lines);
-  uint64_t grows = 0;
-#pragma GCC unroll 4
-  for (int i = 0; i < NV; i++) {
-    V most = X::set(kSlack<typename K::T>);
-    if constexpr (kMasked)
-      most = X::select(X::eq(X::load(m + i * K::kLanes), lowest), lowest, most);
-    if (kTry) grows |= X::bits(X::gt(top[i], most));
-  }
-  if (grows) return false;
-#pragma GCC unroll 4
-  for (int i = 0; i < NV; i++)
-    X::store(l + i * K::kLanes, X::add(X::load(l + i * K::kLanes), X::add(sum[0][i], sum[1][i])));
-  return true;
+  return of.finish(l);
 }
 
 // run<NV>(lane) for each NV vectors of queries, of as many as leave registers for the exponential.
@@ -282,7 +325,7 @@ void softmax_pairs_of(int64_t vectors, bool started, typename K::T* s, typename 
   });
 }
 // What is done beside each two keys of a vector: the sums that the next product is added to are
-// asked for.
+// asked for, or nothing.
 template <class K>
 struct AskSums {
   template <int NV>
@@ -290,18 +333,26 @@ struct AskSums {
     ask_sums<K, NV>(out, row);
   }
 };
-template <class K, int64_t kLd = kRow, class Beside>
-void softmax_pairs(int64_t vectors, bool started, typename K::T* s, typename K::T factor, Seen seen,
-                   Seen kept, typename K::T* m, typename K::T* l, typename K::T* out,
-                   int64_t value_dim, typename K::Unit* pairs, Ahead& ahead, Beside&& beside) {
-  const auto run = [&]<bool kMasked, bool kDropout>() {
-    softmax_pairs_of<K, kLd, kMasked, kDropout>(vectors, started, s, factor, seen, kept, m, l, out,
-                                                value_dim, pairs, ahead, beside);
-  };
+struct AskNothing {
+  template <int NV>
+  void step(const void*, int64_t) {}
+};
+// run<kMasked, kDropout>()
+template <class Run>
+void by_masks(Seen seen, Seen kept, const Run& run) {
   if (seen.bits)
     kept.bits ? run.template operator()<true, true>() : run.template operator()<true, false>();
   else
     kept.bits ? run.template operator()<false, true>() : run.template operator()<false, false>();
+}
+template <class K, int64_t kLd = kRow, class Beside>
+void softmax_pairs(int64_t vectors, bool started, typename K::T* s, typename K::T factor, Seen seen,
+                   Seen kept, typename K::T* m, typename K::T* l, typename K::T* out,
+                   int64_t value_dim, typename K::Unit* pairs, Ahead& ahead, Beside&& beside) {
+  by_masks(seen, kept, [&]<bool kMasked, bool kDropout>() {
+    softmax_pairs_of<K, kLd, kMasked, kDropout>(vectors, started, s, factor, seen, kept, m, l, out,
+                                                value_dim, pairs, ahead, beside);
+  });
 }
 
 }  // namespace
