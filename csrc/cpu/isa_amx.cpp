@@ -192,6 +192,8 @@ struct Limbs {
 
 struct NothingBeside {
   void step() {}
+  template <int NV>
+  void step(const void*, int64_t) {}
 };
 
 // Multiply-adds, but for whole tiles in limbs: three of a float32, two of what is as exact as a
@@ -199,6 +201,7 @@ struct NothingBeside {
 template <int kLimbs_>
 struct MultiplyLimbs : Multiply<F32x16Intel> {
   static constexpr int kLimbs = kLimbs_;
+  static constexpr int kSteps = kLimbs == 3 ? 6 : 3;  // products of limbs that are added up
   using Session = MultiplyTiles::Session;
 
   static __m512 add_half_unit(__m512 x) {
@@ -324,7 +327,7 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
     NothingBeside nothing;
     for (int64_t m = 0; m < rows; m += 32)
       for (int64_t i = 0; i < vectors; i += 2) {
-        const int64_t v = m % 64 == 0 ? i : (vectors - 1) / 2 * 2 - i;  // one operand is still near
+        const int64_t v = column(m, i, vectors);
         const auto run = [&]<bool kTwoRows, bool kTwoColumns>() {
           block<kAdd, kTwoRows, kTwoColumns>(a, m / 16, x, lane / 16 + v, c + m * ldc + v * 16, ldc,
                                              nothing);
@@ -337,18 +340,30 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
                           : run.template operator()<false, false>();
       }
   }
-  // The same for two vectors, and how many steps `beside` takes then.
+  // The same beside something else, and how many steps that takes.
   template <class Beside>
   [[gnu::always_inline]] static void product_beside(const Limbs& a, int64_t rows, const Limbs& x,
-                                                    int64_t lane, float* c, int64_t ldc,
-                                                    Beside& beside) {
-    int64_t m = 0;
-    for (; m + 16 < rows; m += 32)
-      block<false, true, true>(a, m / 16, x, lane / 16, c + m * ldc, ldc, beside);
-    if (m < rows) product(a.from(m / 16), rows - m, x, lane, 2, c + m * ldc, ldc);
+                                                    int64_t lane, int64_t vectors, float* c,
+                                                    int64_t ldc, Beside& beside) {
+    for (int64_t m = 0; m < rows; m += 32)
+      for (int64_t i = 0; i < vectors; i += 2) {
+        const int64_t v = column(m, i, vectors);
+        float* const to = c + m * ldc + v * 16;
+        if (m + 16 < rows && v + 1 < vectors)
+          block<false, true, true>(a, m / 16, x, lane / 16 + v, to, ldc, beside);
+        else
+          product(a.from(m / 16), min_of(32, rows - m), x, lane + v * 16, min_of(2, vectors - v),
+                  to, ldc);
+      }
   }
-  static int64_t steps(const Limbs& a, int64_t rows) {
-    return (rows + 15) / 32 * a.along * (kLimbs == 3 ? 6 : 3);
+  static int64_t steps(const Limbs& a, int64_t rows, int64_t vectors) {
+    return (rows + 15) / 32 * (vectors / 2) * a.along * kSteps;
+  }
+
+ private:
+  // Which vector comes i-th: one operand is still near.
+  static int64_t column(int64_t m, int64_t i, int64_t vectors) {
+    return m % 64 == 0 ? i : (vectors - 1) / 2 * 2 - i;
   }
 };
 

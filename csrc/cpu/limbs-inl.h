@@ -182,12 +182,49 @@ void add_unusual_values(const typename K::S* value, int64_t stride, int64_t colu
     }
 }
 
-// Exponentials beside a product that takes `steps` steps.
+// A product that still has to be added to `out`, times a factor, or, at first, stored there: row by
+// row beside the next product, since what the unit has just stored cannot be read for a while.
+template <class K>
+struct PendingSum {
+  const float* sum = nullptr;
+  float* out = nullptr;
+  int64_t rows = 0, vectors = 0, sum_row = 0, out_row = 0;
+  float factor = 1;
+  bool fresh = false;
+  int64_t share = 1;  // rows of a step
+
+  void beside(int64_t steps) { share = ceil_div(rows, max_of(1, steps)); }
+  [[gnu::always_inline]] void step() {
+    for (int64_t i = 0; i < share && rows > 0; i++) add_row();
+  }
+  template <int NV>
+  [[gnu::always_inline]] void step(const float*, int64_t) {
+    step();
+  }
+  void finish() {
+    while (rows > 0) add_row();
+  }
+
+ private:
+  [[gnu::always_inline]] void add_row() {
+    using X = typename K::X;
+    const typename X::V f = X::set(factor);
+    for (int64_t at = 0; at < vectors * K::kLanes; at += K::kLanes)
+      X::store(out + at, X::fma(f, X::load(sum + at), fresh ? X::zero() : X::load(out + at)));
+    out += out_row;
+    sum += sum_row;
+    rows--;
+  }
+};
+
+// What is done to each two keys of a tile, beside a product that takes so many steps: of a few,
+// some are left for the end, since what is done between two instructions of the unit should not
+// take longer than they do.
 template <class Of>
-struct ExponentialsBeside {
+struct KeysBeside {
   Of of;
   int64_t share, key = 0;
-  ExponentialsBeside(const Of& all, int64_t steps)
+  KeysBeside(const Of& all, int64_t steps)
       : of(all), share(max_of(1, kTile / 2 / max_of(1, steps))) {}
   [[gnu::always_inline]] void step() {
     for (int64_t i = 0; i < share && key < kTile; i++) two_keys();
@@ -198,69 +235,46 @@ struct ExponentialsBeside {
 
  private:
   [[gnu::always_inline]] void two_keys() {
-    of.step(key, 0);
-    of.step(key, 1);
+    of.two_keys(key);
     key += 2;
   }
 };
 // softmax_pairs of rows of two vectors beside another product, run(beside), of so many steps.
 template <class K, int64_t kLd, class Product>
-void softmax_beside(int64_t steps, const Product& run, int64_t vectors, bool started,
-                    typename K::T* s, Seen seen, Seen kept, typename K::T* m, typename K::T* l,
-                    typename K::T* out, int64_t value_dim, typename K::Unit* pairs, Ahead& ahead) {
+void softmax_beside(int64_t steps, const Product& run, bool started, typename K::T* s, Seen seen,
+                    Seen kept, typename K::T* m, typename K::T* l, typename K::T* out,
+                    int64_t value_dim, typename K::Unit* pairs, Ahead& ahead) {
   constexpr int NV = 2;
   static_assert(kLd == NV * K::kLanes);
   bool done = false;
-  NothingBeside nothing;
   const auto beside = [&]<bool kAsk, bool kMasked, bool kDropout>() {
     if (!started || (!kMasked && lacks_level<K, NV>(m)))
       raise_levels<K, NV, kMasked, kLd>(kTile, s, nullptr, seen, m, l, out, value_dim);
     using Of = PairExponentials<K, NV, kLd, true, kAsk, kMasked, kDropout>;
-    ExponentialsBeside<Of> exponentials(Of(s, 1, seen, kept, m, pairs, ahead), steps);
+    KeysBeside<Of> exponentials(Of(s, 1, seen, kept, m, pairs, ahead), steps);
     run(exponentials);
     exponentials.finish();
     done = exponentials.of.finish(l);
   };
-  if (vectors == NV)
-    by_masks(seen, kept, [&]<bool kMasked, bool kDropout>() {
-      ahead.waiting() ? beside.template operator()<true, kMasked, kDropout>()
-                      : beside.template operator()<false, kMasked, kDropout>();
-    });
-  else
-    run(nothing);
-  if (done) return;
-  softmax_pairs<K, kLd>(vectors, started && vectors != NV, s, 1, seen, kept, m, l, out, value_dim,
-                        pairs, ahead, AskNothing{});
+  by_masks(seen, kept, [&]<bool kMasked, bool kDropout>() {
+    ahead.waiting() ? beside.template operator()<true, kMasked, kDropout>()
+                    : beside.template operator()<false, kMasked, kDropout>();
+  });
+  if (!done)
+    softmax_pairs<K, kLd>(NV, false, s, 1, seen, kept, m, l, out, value_dim, pairs, ahead,
+                          NothingBeside{});
 }
 
-// A product that still has to be added to `out`, or, at first, stored there: row by row beside the
-// next product, since what the unit has just stored cannot be read for a while.
+// A product, and beside it what is left of a sum.
 template <class K>
-struct PendingSum {
-  const float* sum = nullptr;             // [rows][kHalfRow]
-  float *half = nullptr, *out = nullptr;  // [rows][64], all of it, and what is left
-  int64_t rows = 0, vectors = 0;
-  int64_t share = 1;  // rows of a step
-  bool started = false;
-
-  [[gnu::always_inline]] void step() {
-    for (int64_t i = 0; i < share && rows > 0; i++) add_row();
-  }
-  void finish() {
-    while (rows > 0) add_row();
-  }
-
- private:
-  [[gnu::always_inline]] void add_row() {
-    using X = typename K::X;
-    const typename X::V back = X::set(1 / kLimbsScale);
-    for (int64_t at = 0; at < vectors * K::kLanes; at += K::kLanes)
-      X::store(out + at, X::fma(back, X::load(sum + at), started ? X::load(out + at) : X::zero()));
-    out += kRow;
-    sum += kHalfRow;
-    rows--;
-  }
-};
+void product_beside_sum(const Limbs& a, int64_t rows, const Limbs& x, int64_t lane, int64_t vectors,
+                        float* c, int64_t ldc, PendingSum<K>& pending) {
+  PendingSum<K> sum = pending;  // in registers
+  sum.beside(K::Dot::steps(a, rows, vectors));
+  K::Dot::product_beside(a, rows, x, lane, vectors, c, ldc, sum);
+  sum.finish();
+  pending.rows = 0;
+}
 
 // Half a block of queries and a tile of keys whose scores are there.
 template <class K>
@@ -277,8 +291,9 @@ struct PendingHalf {
 template <class K>
 struct ForwardLimbs<K, true> {
   Limbs key, value, weights, query[kGroup];
-  float* sums[2];  // [value_dim][kHalfRow] of the last products
+  float* sums[2];  // [value_dim][kHalfRow] of the last products, of which one is pending
   PendingSum<K> pending;
+  float* pending_out = nullptr;
   PendingHalf<K> half;
   const typename K::S* value_of = nullptr;  // of which rows `value` is
   uint64_t *other_bits, *other_keep;        // of the tile before, which may still be wanted
@@ -308,8 +323,17 @@ struct ForwardLimbs<K, true> {
   }
 };
 
+// Of so many steps a product takes long enough for exponentials beside it. Beside fewer they take
+// as long as alone: while the unit works, one port less multiplies vectors.
+constexpr int64_t kManySteps = 24;
+template <class K>
+bool computes_beside(const Attention& a, int64_t vectors) {
+  return vectors == 2 && ceil_div(a.head_dim, kLimbsStep) * 4 * K::Dot::kSteps >= kManySteps;
+}
+
 // Runs a product, product(beside), of so many steps, and beside it the exponentials of the half
-// that waits; then its values, and beside them the sums of the half before.
+// that waits; then its values, and beside them the sums of the half before. Or one after the other,
+// with these sums beside the exponentials.
 template <class K, class Product>
 void finish_half(const Attention& a, int64_t steps, const Product& product, ForwardScratch<K>& w) {
   using Pairs = Kind<typename K::X, typename K::Dot::Weights, float>;
@@ -318,26 +342,28 @@ void finish_half(const Attention& a, int64_t steps, const Product& product, Forw
   t.half.s = nullptr;
   NothingBeside nothing;
   if (!half.s) return product(nothing);
-  if (t.pending.half == half.out) t.pending.finish();  // before its level may rise
-  softmax_beside<Pairs, kHalfRow>(steps, product, half.vectors, half.started, half.s, half.seen,
-                                  half.kept, half.m, half.l, half.out,
-                                  half.started ? a.value_dim : 0, t.weights.data, w.ahead);
+  if (t.pending_out == half.out) t.pending.finish();  // before its level may rise
+  const bool beside = computes_beside<K>(a, half.vectors);
+  const int64_t rescaled = half.started ? a.value_dim : 0;
+  if (beside) {
+    softmax_beside<Pairs, kHalfRow>(steps, product, half.started, half.s, half.seen, half.kept,
+                                    half.m, half.l, half.out, rescaled, t.weights.data, w.ahead);
+  } else {
+    product(nothing);
+    t.pending.beside(kTile / 2 * half.vectors);
+    softmax_pairs<Pairs, kHalfRow>(half.vectors, half.started, half.s, 1, half.seen, half.kept,
+                                   half.m, half.l, half.out, rescaled, t.weights.data, w.ahead,
+                                   t.pending);
+    t.pending.finish();
+  }
   if (t.value_of != half.value)
     columns_in_limbs<K>(half.value, a.value.row, kTile, a.value_dim, kLimbsScale, t.value);
   t.value_of = half.value;
-  float* const sum = t.pending.sum == t.sums[0] ? t.sums[1] : t.sums[0];
-  t.pending.share = ceil_div(t.pending.rows, max_of(1, K::Dot::steps(t.value, a.value_dim)));
-  PendingSum<K> pending = t.pending;
-  if (half.vectors == 2)
-    K::Dot::product_beside(t.value, a.value_dim, t.weights, 0, sum, kHalfRow, pending);
-  else
-    K::Dot::product(t.value, a.value_dim, t.weights, 0, half.vectors, sum, kHalfRow);
-  pending.finish();
-  t.pending.sum = sum;
-  t.pending.half = t.pending.out = half.out;
-  t.pending.rows = a.value_dim;
-  t.pending.vectors = half.vectors;
-  t.pending.started = half.started;
+  float* const sum = t.pending.rows > 0 && t.pending.sum == t.sums[0] ? t.sums[1] : t.sums[0];
+  product_beside_sum<K>(t.value, a.value_dim, t.weights, 0, half.vectors, sum, kHalfRow, t.pending);
+  t.pending = {sum,      half.out, a.value_dim,     half.vectors,
+               kHalfRow, kRow,     1 / kLimbsScale, !half.started};
+  t.pending_out = half.out;
   if (t.value.unusual) {
     t.pending.finish();
     add_unusual_values<K>(half.value, a.value.row, a.value_dim, t.weights, half.seen.bits,
@@ -371,15 +397,12 @@ void limbs_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t i,
   for (int64_t lane = 0; lane < q.vectors * K::kLanes; lane += kHalfRow) {
     const int64_t vectors = min_of(kHalfRow / K::kLanes, q.vectors - lane / K::kLanes);
     const int64_t queries = min_of(kHalfRow, q.rows - lane);
-    t.turn = 1 - t.turn;
+    if (t.half.s) t.turn = 1 - t.turn;
     float* const s = w.s + t.turn * kTile * kHalfRow;
     const auto product = [&](auto& beside) __attribute__((always_inline)) {
-      if (vectors == 2)
-        K::Dot::product_beside(t.key, kTile, query, lane, s, kHalfRow, beside);
-      else
-        K::Dot::product(t.key, kTile, query, lane, vectors, s, kHalfRow);
+      K::Dot::product_beside(t.key, kTile, query, lane, vectors, s, kHalfRow, beside);
     };
-    finish_half<K>(a, K::Dot::steps(t.key, kTile), product, w);
+    finish_half<K>(a, K::Dot::steps(t.key, kTile, vectors), product, w);
     if (t.key.unusual || query.unusual)
       add_unusual_scores<K, kHalfRow>(key, a.key.row, a.head_dim, q.query + lane, queries, s);
     if (a.bias.data)
@@ -396,6 +419,7 @@ void limbs_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t i,
               vectors,
               queries,
               q.started};
+    if (!computes_beside<K>(a, vectors)) finish_half<K>(a, 1, [](auto&) {}, w);
   }
   const auto exchange = [](uint64_t*& x, uint64_t*& y) {
     uint64_t* const one = x;

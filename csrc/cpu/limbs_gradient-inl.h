@@ -1,4 +1,4 @@
-// A whole tile of backward where float32 is multiplied in limbs.
+// A whole tile of backward whose products are multiplied in limbs.
 namespace mha_ext::cpu {
 namespace {
 
@@ -13,9 +13,9 @@ struct BackwardLimbs<K, true> {
   };
   Keys* keys;  // of each tile
   Limbs query, grad_out, query_rows, grad_out_rows, p, ds, ds_lanes;
-  float *sum, *sums;        // of grad_query, and of grad_key and grad_value of the tile
-  float *p_tile, *ds_tile;  // P and dS as they are, where somebody looks at them
-  bool packed, unusual;     // of the block
+  float *query_sum, *value_sum, *key_sum;  // the products that are added to gradients
+  float *p_tile, *ds_tile;                 // P and dS as they are, where somebody looks at them
+  bool packed, unusual;                    // of the block
 
   BackwardLimbs() = default;
   BackwardLimbs(const Attention& a, int64_t tiles, bool all_once, Arena& arena) {
@@ -38,8 +38,9 @@ struct BackwardLimbs<K, true> {
     p = take(kRow, kTile);
     ds = take(kRow, kTile);
     ds_lanes = take(kTile, kRow);
-    sum = arena.take<float>(taken ? round_up(a.head_dim, K::kLanes) * kRow : 0);
-    sums = arena.take<float>(taken ? kTile * padded<K>(max_of(a.head_dim, a.value_dim)) : 0);
+    query_sum = arena.take<float>(taken ? padded<K>(a.head_dim) * kRow : 0);
+    value_sum = arena.take<float>(taken ? padded<K>(a.value_dim) * kTile : 0);
+    key_sum = arena.take<float>(taken ? padded<K>(a.head_dim) * kTile : 0);
     p_tile = arena.take<float>(taken ? kTile * kRow : 0);
     ds_tile = arena.take<float>(taken ? kTile * kRow : 0);
   }
@@ -75,74 +76,102 @@ template <class K>
 // may not be usual; these are 0 in limbs.
 enum class Kept { kNo, kUsual, kAny };
 
-// Of half a block of queries: from S and dP (times kLimbsScale^2), [key][kHalfRow], P and dS
-// (times kLimbsScale) in limbs. kAny: ds_tile has the terms of dP that dP lacks, and gets dS.
+// Half a block of queries whose S and dP (times kLimbsScale^2), [key][kHalfRow], are there. Two
+// keys at a time these become P and dS (times kLimbsScale) in limbs.
+template <class K>
+struct HalfGradients {
+  using X = typename K::X;
+  int64_t lane;
+  GradScratch<K>* w;
+  const BackwardLimbs<K>* t;
+  const float *s, *dp;
+  GradLanes<X> of[2];
+  void (*run)(const HalfGradients&, int64_t n);
+  void two_keys(int64_t n) const { run(*this, n); }
+};
+
+// kAny: ds_tile has the terms of dP that dP lacks, and gets dS.
 template <class K, bool kDropout, bool kPartial, Kept kKept>
-void limbs_gradients(int64_t lane, float keep_scale, GradScratch<K>& w, const BackwardLimbs<K>& t) {
+void two_gradients(const HalfGradients<K>& half, int64_t n) {
   using X = typename K::X;
   using V = typename X::V;
   constexpr int kVectors = kHalfRow / X::kLanes;
-  GradLanes<X> of[kVectors];
+  const GradScratch<K>& w = *half.w;
+  const BackwardLimbs<K>& t = *half.t;
+  const V scale = X::set(kLimbsScale), back = X::set(1 / kLimbsScale);
+  V all_kept[kVectors][2], all_grad[kVectors][2];
 #pragma GCC unroll 2
   for (int i = 0; i < kVectors; i++) {
-    const int64_t at = lane + i * X::kLanes;
-    of[i] = {X::load(w.high + at), X::load(w.low + at),
-             X::mul(X::set(kLimbsScale), X::load(w.shift + at)), X::set(keep_scale)};
-  }
-  const V scale = X::set(kLimbsScale), back = X::set(1 / kLimbsScale);
-  for (int64_t n = 0; n < kTile; n += 2) {
-    V all_kept[kVectors][2], all_grad[kVectors][2];
+    const int64_t at = half.lane + i * X::kLanes;
+    V(&kept)[2] = all_kept[i];
+    V(&grad)[2] = all_grad[i];
+    uint64_t keep[2];
 #pragma GCC unroll 2
-    for (int i = 0; i < kVectors; i++) {
-      const int64_t at = lane + i * X::kLanes;
-      V(&kept)[2] = all_kept[i];
-      V(&grad)[2] = all_grad[i];
-      uint64_t keep[2];
+    for (int k = 0; k < 2; k++) {
+      kept[k] = X::load(half.s + (n + k) * kHalfRow + i * X::kLanes);
+      grad[k] = X::mul(back, X::load(half.dp + (n + k) * kHalfRow + i * X::kLanes));
+      if constexpr (kKept == Kept::kAny)
+        grad[k] = X::fma(scale, X::load(t.ds_tile + (n + k) * kRow + at), grad[k]);
+      keep[k] = kDropout ? w.keep[n + k] >> at : 0;
+    }
+    gradient_vectors<X, kDropout, 2>(half.of[i], keep, kept, grad);
+    if constexpr (kPartial) {
 #pragma GCC unroll 2
       for (int k = 0; k < 2; k++) {
-        kept[k] = X::load(w.p + (n + k) * kHalfRow + i * X::kLanes);
-        grad[k] = X::mul(back, X::load(w.ds + (n + k) * kHalfRow + i * X::kLanes));
-        if constexpr (kKept == Kept::kAny)
-          grad[k] = X::fma(scale, X::load(t.ds_tile + (n + k) * kRow + at), grad[k]);
-        keep[k] = kDropout ? w.keep[n + k] >> at : 0;
-      }
-      gradient_vectors<X, kDropout, 2>(of[i], keep, kept, grad);
-      if constexpr (kPartial) {
-#pragma GCC unroll 2
-        for (int k = 0; k < 2; k++) {
-          const typename X::M visible = X::mask(w.bits[n + k] >> at);
-          grad[k] = X::select(visible, grad[k], X::zero());
-          kept[k] = X::select(visible, kept[k], X::zero());
-        }
-      }
-      if constexpr (kKept == Kept::kUsual)
-        for (int k = 0; k < 2; k++)
-          X::store(t.ds_tile + (n + k) * kRow + at, X::mul(back, grad[k]));
-      if constexpr (kKept == Kept::kAny) {
-        // Without the scale, which may have made it infinite.
-        for (int k = 0; k < 2; k++) {
-          V whole[1] = {X::load(w.p + (n + k) * kHalfRow + i * X::kLanes)};
-          V exact[1] = {X::fma(X::mul(back, back),
-                               X::load(w.ds + (n + k) * kHalfRow + i * X::kLanes),
-                               X::load(t.ds_tile + (n + k) * kRow + at))};
-          const GradLanes<X> as_it_is{of[i].high, of[i].low, X::load(w.shift + at),
-                                      of[i].keep_scale};
-          const uint64_t one[1] = {keep[k]};
-          gradient_vectors<X, kDropout, 1>(as_it_is, one, whole, exact);
-          if constexpr (kPartial)
-            exact[0] = X::select(X::mask(w.bits[n + k] >> at), exact[0], X::zero());
-          const typename X::M in = usual_lanes<X>(exact[0], kUnusualGradient);
-          X::store(t.p_tile + (n + k) * kRow + at, kept[k]);
-          const V there = X::mul(back, grad[k]);
-          const typename X::M same = usual_lanes<X>(there, kUnusualGradient);
-          X::store(t.ds_tile + (n + k) * kRow + at, X::select(same, there, exact[0]));
-          grad[k] = X::select(same, grad[k], X::mul(scale, exact[0]));
-          grad[k] = X::select(in, grad[k], X::zero());
-        }
+        const typename X::M visible = X::mask(w.bits[n + k] >> at);
+        grad[k] = X::select(visible, grad[k], X::zero());
+        kept[k] = X::select(visible, kept[k], X::zero());
       }
     }
-    store_gradients<K>(all_kept, all_grad, n, lane, t);
+    if constexpr (kKept == Kept::kUsual)
+      for (int k = 0; k < 2; k++) X::store(t.ds_tile + (n + k) * kRow + at, X::mul(back, grad[k]));
+    if constexpr (kKept == Kept::kAny) {
+      // Without the scale, which may have made it infinite.
+      for (int k = 0; k < 2; k++) {
+        V whole[1] = {X::load(half.s + (n + k) * kHalfRow + i * X::kLanes)};
+        V exact[1] = {X::fma(X::mul(back, back),
+                             X::load(half.dp + (n + k) * kHalfRow + i * X::kLanes),
+                             X::load(t.ds_tile + (n + k) * kRow + at))};
+        const GradLanes<X> as_it_is{half.of[i].high, half.of[i].low, X::load(w.shift + at),
+                                    half.of[i].keep_scale};
+        const uint64_t one[1] = {keep[k]};
+        gradient_vectors<X, kDropout, 1>(as_it_is, one, whole, exact);
+        if constexpr (kPartial)
+          exact[0] = X::select(X::mask(w.bits[n + k] >> at), exact[0], X::zero());
+        const typename X::M in = usual_lanes<X>(exact[0], kUnusualGradient);
+        X::store(t.p_tile + (n + k) * kRow + at, kept[k]);
+        const V there = X::mul(back, grad[k]);
+        const typename X::M same = usual_lanes<X>(there, kUnusualGradient);
+        X::store(t.ds_tile + (n + k) * kRow + at, X::select(same, there, exact[0]));
+        grad[k] = X::select(same, grad[k], X::mul(scale, exact[0]));
+        grad[k] = X::select(in, grad[k], X::zero());
+      }
+    }
   }
+  store_gradients<K>(all_kept, all_grad, n, half.lane, t);
+}
+template <class K>
+HalfGradients<K> half_gradients(const Attention& a, int64_t lane, bool partial, Kept kept,
+                                GradScratch<K>& w, const BackwardLimbs<K>& t) {
+  using X = typename K::X;
+  HalfGradients<K> half{lane, &w, &t, w.p + lane * kTile, w.ds + lane * kTile, {}, nullptr};
+  for (int i = 0; i < 2; i++) {
+    const int64_t at = lane + i * X::kLanes;
+    half.of[i] = {X::load(w.high + at), X::load(w.low + at),
+                  X::mul(X::set(kLimbsScale), X::load(w.shift + at)),
+                  X::set((float)a.dropout.keep_scale)};
+  }
+  const auto choose = [&]<bool kDropout, bool kPartial>() {
+    half.run = kept == Kept::kAny     ? two_gradients<K, kDropout, kPartial, Kept::kAny>
+               : kept == Kept::kUsual ? two_gradients<K, kDropout, kPartial, Kept::kUsual>
+                                      : two_gradients<K, kDropout, kPartial, Kept::kNo>;
+  };
+  if (a.dropout.seed)
+    partial ? choose.template operator()<true, true>() : choose.template operator()<true, false>();
+  else
+    partial ? choose.template operator()<false, true>()
+            : choose.template operator()<false, false>();
+  return half;
 }
 
 // The terms of grad_query and grad_key whose dS is not usual, but for those of what is not usual
@@ -161,19 +190,6 @@ void add_unusual_gradients(const Attention& a, const AttentionGrad& g, const Til
         if (g.grad_query.data && usual(key)) tile.grad_query[d * kRow + r] += x * key;
         if (g.grad_key.data && usual(query)) grad_key[n * padded<K>(a.head_dim) + d] += x * query;
       }
-    }
-}
-
-// to (+)= factor from
-template <class K>
-void add_limbs(const float* from, float factor, bool fresh, int64_t rows, int64_t columns,
-               int64_t ld, float* to) {
-  using X = typename K::X;
-  const typename X::V f = X::set(factor);
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t c = 0; c < columns; c += X::kLanes) {
-      float* const p = to + r * ld + c;
-      X::store(p, X::fma(f, X::load(from + r * ld + c), fresh ? X::zero() : X::load(p)));
     }
 }
 
@@ -215,76 +231,96 @@ void pack_limbs(const Attention& a, const AttentionGrad& g, const TilePlace<K>& 
 }
 
 // All gradients of one tile, of whose pairs some may be hidden. `wanted`: dS as it is comes to
-// limbs.ds_tile.
+// limbs.ds_tile. P and dS of a half, and the sums of gradients, are computed beside the products
+// that follow.
 template <class K>
 void limbs_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t q0,
                     int64_t k0, const typename K::S* value, const TilePlace<K>& tile,
                     Visibility visible, bool wanted, BackwardScratch<K>& w) {
+  using Half = KeysBeside<HalfGradients<K>>;
   BackwardLimbs<K>& t = w.limbs;
   typename BackwardLimbs<K>::Keys& keys = t.keys[tile.at / kTile];
   pack_limbs<K>(a, g, tile, value, w, keys);
   const bool unusual = t.unusual || keys.key.unusual || keys.value.unusual;
+  const Kept kept = unusual ? Kept::kAny : wanted ? Kept::kUsual : Kept::kNo;
+  const int64_t d = a.head_dim, dv = a.value_dim, ld = padded<K>(d), ldv = padded<K>(dv);
   if (a.dropout.seed) dropout_tile<K>(a, b, h, q0, tile.rows, k0, kTile, w.keep);
-  for (int64_t lane = 0; lane < tile.rows; lane += kHalfRow) {
+  const auto products = [&](int64_t lane, auto& beside) __attribute__((always_inline)) {
+    K::Dot::product_beside(keys.key, kTile, t.query, lane, 2, w.p + lane * kTile, kHalfRow, beside);
+    K::Dot::product_beside(keys.value, kTile, t.grad_out, lane, 2, w.ds + lane * kTile, kHalfRow,
+                           beside);
+  };
+  const auto gradients = [&](int64_t lane, int64_t steps) {
     const int64_t queries = min_of(kHalfRow, tile.rows - lane);
-    K::Dot::product(keys.key, kTile, t.query, lane, 2, w.p, kHalfRow);
+    float* const s = w.p + lane * kTile;
     if (keys.key.unusual || t.query.unusual)
-      add_unusual_scores<K, kHalfRow>(tile.key, a.key.row, a.head_dim, w.query + lane, queries,
-                                      w.p);
+      add_unusual_scores<K, kHalfRow>(tile.key, a.key.row, d, w.query + lane, queries, s);
     if (a.bias.data)
       visible = add_biases<K, kHalfRow>(a, b, h, q0, tile.rows, lane, queries, k0, kTile, visible,
-                                        w.bits, w.p, w.extra);
-    K::Dot::product(keys.value, kTile, t.grad_out, lane, 2, w.ds, kHalfRow);
+                                        w.bits, s, w.extra);
     if (unusual) {
       for (int64_t n = 0; n < kTile; n++)
         for (int64_t r = lane; r < lane + kHalfRow; r++) t.ds_tile[n * kRow + r] = 0;
-      add_unusual_scores<K, kRow>(value, a.value.row, a.value_dim, w.grad_out + lane, queries,
+      add_unusual_scores<K, kRow>(value, a.value.row, dv, w.grad_out + lane, queries,
                                   t.ds_tile + lane);
     }
-    const bool partial = visible == Visibility::kPartial;
-    const auto run = [&]<bool kDropout, bool kPartial>() {
-      const auto of = unusual  ? limbs_gradients<K, kDropout, kPartial, Kept::kAny>
-                      : wanted ? limbs_gradients<K, kDropout, kPartial, Kept::kUsual>
-                               : limbs_gradients<K, kDropout, kPartial, Kept::kNo>;
-      of(lane, (float)a.dropout.keep_scale, w, t);
-    };
-    if (a.dropout.seed)
-      partial ? run.template operator()<true, true>() : run.template operator()<true, false>();
-    else
-      partial ? run.template operator()<false, true>() : run.template operator()<false, false>();
+    return Half(half_gradients<K>(a, lane, visible == Visibility::kPartial, kept, w, t), steps);
+  };
+  NothingBeside nothing;
+  products(0, nothing);
+  Half half = gradients(0, K::Dot::steps(keys.key, kTile, 2) + K::Dot::steps(keys.value, kTile, 2));
+  const bool both = tile.rows > kHalfRow;
+  if (both) {
+    if constexpr (K::kLimbs == 3)
+      products(kHalfRow, half);
+    else  // for P and dS beside the unit it takes too little time
+      products(kHalfRow, nothing);
+    half.finish();
+    half = gradients(kHalfRow, K::Dot::steps(keys.across, d, 2));
   }
-
   constexpr float kTwice = 1 / kLimbsScale / kLimbsScale;
-  const int64_t d = a.head_dim, dv = a.value_dim, ld = padded<K>(d), ldv = padded<K>(dv);
   const int64_t vectors = vectors_of<K>(tile.rows);
+  const bool fresh = tile.query_update == Update::kStore;
+  PendingSum<K> pending;
+  if (both && g.grad_query.data) {  // of the first half, beside the other's P and dS
+    K::Dot::product_beside(keys.across, d, t.ds_lanes, 0, 2, t.query_sum, kRow, half);
+    pending = {t.query_sum, tile.grad_query, d, 2, kRow, kRow, kTwice, fresh};
+  }
+  half.finish();
+  const auto multiply = [&](const Limbs& x, int64_t rows, const Limbs& y, int64_t lane,
+                            int64_t count, const PendingSum<K>& next) {
+    product_beside_sum<K>(x, rows, y, lane, count, (float*)next.sum, next.sum_row, pending);
+    pending = next;
+  };
+  if (g.grad_query.data) {
+    const int64_t lane = both ? kHalfRow : 0, count = vectors - lane / K::kLanes;
+    multiply(keys.across, d, t.ds_lanes, lane, count,
+             {t.query_sum + lane, tile.grad_query + lane, d, count, kRow, kRow, kTwice, fresh});
+  }
+  float* const grad_value = w.grad_value + tile.at * ldv;
+  if (g.grad_value.data)
+    multiply(
+        t.p, kTile, t.grad_out_rows, 0, ldv / K::kLanes,
+        {t.value_sum, grad_value, kTile, ldv / K::kLanes, ldv, ldv, 1 / kLimbsScale, tile.fresh});
+  float* const grad_key = w.grad_key + tile.at * ld;
+  if (g.grad_key.data)
+    multiply(t.ds, kTile, t.query_rows, 0, ld / K::kLanes,
+             {t.key_sum, grad_key, kTile, ld / K::kLanes, ld, ld, kTwice, tile.fresh});
+  pending.finish();
+  if (!unusual) return;
   uint64_t all[kTile];
   for (int64_t n = 0; n < kTile; n++) all[n] = first_bits(tile.rows);
   const uint64_t* const bits = visible == Visibility::kPartial ? w.bits : all;
-  if (g.grad_query.data) {
-    K::Dot::product(keys.across, d, t.ds_lanes, 0, vectors, t.sum, kRow);
-    add_limbs<K>(t.sum, kTwice, tile.query_update == Update::kStore, d, vectors * K::kLanes, kRow,
-                 tile.grad_query);
-    if (unusual)
-      add_nonfinite_lanes<K, TakenIfUsual>(t.ds_tile, bits, tile.key, a.key.row, kTile, d,
-                                           tile.grad_query);
-  }
-  if (g.grad_value.data) {
-    float* const to = w.grad_value + tile.at * ldv;
-    K::Dot::product(t.p, kTile, t.grad_out_rows, 0, ldv / K::kLanes, t.sums, ldv);
-    add_limbs<K>(t.sums, 1 / kLimbsScale, tile.fresh, kTile, dv, ldv, to);
-    if (unusual)
-      add_nonfinite_rows<K, TakenIfUsual>(t.p_tile, bits, tile.grad_out, g.grad_out.row, tile.rows,
-                                          kTile, dv, to, ldv);
-  }
-  if (g.grad_key.data) {
-    float* const to = w.grad_key + tile.at * ld;
-    K::Dot::product(t.ds, kTile, t.query_rows, 0, ld / K::kLanes, t.sums, ld);
-    add_limbs<K>(t.sums, kTwice, tile.fresh, kTile, d, ld, to);
-    if (unusual)
-      add_nonfinite_rows<K, TakenIfUsual>(t.ds_tile, bits, tile.query, a.query.row, tile.rows,
-                                          kTile, d, to, ld);
-  }
-  if (unusual) add_unusual_gradients<K>(a, g, tile, t.ds_tile, w);
+  if (g.grad_query.data)
+    add_nonfinite_lanes<K, TakenIfUsual>(t.ds_tile, bits, tile.key, a.key.row, kTile, d,
+                                         tile.grad_query);
+  if (g.grad_value.data)
+    add_nonfinite_rows<K, TakenIfUsual>(t.p_tile, bits, tile.grad_out, g.grad_out.row, tile.rows,
+                                        kTile, dv, grad_value, ldv);
+  if (g.grad_key.data)
+    add_nonfinite_rows<K, TakenIfUsual>(t.ds_tile, bits, tile.query, a.query.row, tile.rows, kTile,
+                                        d, grad_key, ld);
+  add_unusual_gradients<K>(a, g, tile, t.ds_tile, w);
 }
 
 }  // namespace

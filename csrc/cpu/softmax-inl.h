@@ -198,6 +198,10 @@ class PairExponentials {
                         seen_or<X, kDropout>(kept_, n + 1, i, e1, X::zero()),
                         pairs_ + n / 2 * kLd + i * K::kLanes);
   }
+  [[gnu::always_inline]] void two_keys(int64_t n) {
+#pragma GCC unroll 4
+    for (int i = 0; i < NV; i++) step(n, i);
+  }
   // Adds P to l; false, where a level has to be raised: then l is as it was.
   bool finish(T* l) {
     if constexpr (kAsk) ahead_->stopped(lines_);
@@ -325,17 +329,13 @@ void softmax_pairs_of(int64_t vectors, bool started, typename K::T* s, typename 
   });
 }
 // What is done beside each two keys of a vector: the sums that the next product is added to are
-// asked for, or nothing.
+// asked for.
 template <class K>
 struct AskSums {
   template <int NV>
   [[gnu::always_inline]] void step(const typename K::T* out, int64_t row) {
     ask_sums<K, NV>(out, row);
   }
-};
-struct AskNothing {
-  template <int NV>
-  void step(const void*, int64_t) {}
 };
 // run<kMasked, kDropout>()
 template <class Run>
