@@ -1,6 +1,8 @@
-// float32 products on a matrix unit of bfloat16. A number is the sum of three of 8 bits each, its
-// limbs; of the nine products of two the six that float32 can see are added up. So sums are as
-// exact as those of multiply-adds, and six products of the unit take less time.
+// float32 and float16 products on a matrix unit of bfloat16. A float32 is the sum of three numbers
+// of 8 bits each, its limbs; of the nine products of two the six that float32 can see are added up.
+// So sums are as exact as those of multiply-adds, and six products of the unit take less time. A
+// float16 is the sum of two; of what is a float32 there two keep 16 bits, and three products of
+// four are added up.
 namespace mha_ext::cpu {
 namespace {
 
@@ -35,14 +37,14 @@ int64_t limbs_size(int64_t along, int64_t across) {
 
 // x times factor, and 0 in place of what is not usual; `all_usual` says where all were.
 template <class X>
-[[gnu::always_inline]] inline typename X::V usual_part(typename X::V x, typename X::V factor,
-                                                       uint64_t& all_usual) {
+[[gnu::always_inline]] inline typename X::V usual_or_zero(typename X::V x, typename X::V factor,
+                                                          uint64_t& all_usual) {
   const typename X::M in = usual_lanes<X>(x);
   all_usual &= X::bits(in);
   return X::select(in, X::mul(factor, x), X::zero());
 }
 
-// Three parts of 32 numbers: in their order, or each of the first with one of the second.
+// The limbs of 32 numbers: in their order, or each of the first with one of the second.
 template <class K, bool kInOrder>
 [[gnu::always_inline]] inline void store_limbs(typename K::X::V first, typename K::X::V second,
                                                int64_t plane, uint32_t* to) {
@@ -73,9 +75,9 @@ void rows_in_limbs(const S* from, int64_t stride, int64_t rows, int64_t columns,
       const S* const p = from + r * stride + c;
       const int64_t left = r < rows ? columns - c : 0;
       store_limbs<K, false>(
-          usual_part<X>(load_or_zero<X>(p, left), f, all_usual),
-          usual_part<X>(load_or_zero<X>(p + X::kLanes, left - X::kLanes), f, all_usual), to.plane,
-          to.at(c / kLimbsStep, r / X::kLanes) + r % X::kLanes * to.row);
+          usual_or_zero<X>(load_or_zero<X>(p, left), f, all_usual),
+          usual_or_zero<X>(load_or_zero<X>(p + X::kLanes, left - X::kLanes), f, all_usual),
+          to.plane, to.at(c / kLimbsStep, r / X::kLanes) + r % X::kLanes * to.row);
     }
   to.unusual = all_usual != first_bits(X::kLanes);
 }
@@ -95,7 +97,7 @@ void columns_in_limbs(const S* from, int64_t stride, int64_t rows, int64_t colum
         const int64_t first = r + half * X::kLanes;
 #pragma GCC unroll 16
         for (int i = 0; i < X::kLanes; i++)
-          block[half][i] = usual_part<X>(
+          block[half][i] = usual_or_zero<X>(
               load_or_zero<X>(from + (first + i) * stride + c, first + i < rows ? columns - c : 0),
               f, all_usual);
         X::transpose(block[half]);
@@ -120,7 +122,7 @@ void lanes_in_limbs(const S* from, int64_t stride, int64_t rows, int64_t columns
       for (int64_t c = 0; c < columns; c += X::kLanes) {
         const auto part = [&](int64_t row) __attribute__((always_inline)) {
           const int64_t left = row < rows ? columns - c : 0;
-          return usual_part<X>(load_or_zero<X>(from + row * stride + c, left), f, all_usual);
+          return usual_or_zero<X>(load_or_zero<X>(from + row * stride + c, left), f, all_usual);
         };
         store_limbs<K, false>(part(r), part(r + kLimbsStep / 2), to.plane,
                               to.at(first / kLimbsStep, c / X::kLanes) + (r - first) * to.row);
@@ -269,6 +271,7 @@ void softmax_beside(int64_t steps, const Product& run, bool started, typename K:
 template <class K>
 void product_beside_sum(const Limbs& a, int64_t rows, const Limbs& x, int64_t lane, int64_t vectors,
                         float* c, int64_t ldc, PendingSum<K>& pending) {
+  if (pending.rows == 0) return K::Dot::product(a, rows, x, lane, vectors, c, ldc);
   PendingSum<K> sum = pending;  // in registers
   sum.beside(K::Dot::steps(a, rows, vectors));
   K::Dot::product_beside(a, rows, x, lane, vectors, c, ldc, sum);
@@ -323,19 +326,24 @@ struct ForwardLimbs<K, true> {
   }
 };
 
-// Of so many steps a product takes long enough for exponentials beside it. Beside fewer they take
-// as long as alone: while the unit works, one port less multiplies vectors.
-constexpr int64_t kManySteps = 24;
+// A product of scores takes so many steps. Of many it takes long enough for exponentials beside it;
+// beside fewer they take as long as alone, since while the unit works one port less multiplies
+// vectors.
+template <class K>
+int64_t score_steps(const Attention& a) {
+  return kTile / 32 * ceil_div(a.head_dim, kLimbsStep) * K::Dot::kSteps;
+}
+constexpr int64_t kManySteps = 12;
 template <class K>
 bool computes_beside(const Attention& a, int64_t vectors) {
-  return vectors == 2 && ceil_div(a.head_dim, kLimbsStep) * 4 * K::Dot::kSteps >= kManySteps;
+  return vectors == 2 && score_steps<K>(a) >= kManySteps;
 }
 
-// Runs a product, product(beside), of so many steps, and beside it the exponentials of the half
-// that waits; then its values, and beside them the sums of the half before. Or one after the other,
-// with these sums beside the exponentials.
+// Runs a product of scores, product(beside), and beside it the exponentials of the half that waits;
+// then its values, and beside them the sums of the half before. Or one after the other, with these
+// sums beside the exponentials.
 template <class K, class Product>
-void finish_half(const Attention& a, int64_t steps, const Product& product, ForwardScratch<K>& w) {
+void finish_half(const Attention& a, const Product& product, ForwardScratch<K>& w) {
   using Pairs = Kind<typename K::X, typename K::Dot::Weights, float>;
   ForwardLimbs<K>& t = w.limbs;
   const PendingHalf<K> half = t.half;
@@ -346,8 +354,9 @@ void finish_half(const Attention& a, int64_t steps, const Product& product, Forw
   const bool beside = computes_beside<K>(a, half.vectors);
   const int64_t rescaled = half.started ? a.value_dim : 0;
   if (beside) {
-    softmax_beside<Pairs, kHalfRow>(steps, product, half.started, half.s, half.seen, half.kept,
-                                    half.m, half.l, half.out, rescaled, t.weights.data, w.ahead);
+    softmax_beside<Pairs, kHalfRow>(score_steps<K>(a), product, half.started, half.s, half.seen,
+                                    half.kept, half.m, half.l, half.out, rescaled, t.weights.data,
+                                    w.ahead);
   } else {
     product(nothing);
     t.pending.beside(kTile / 2 * half.vectors);
@@ -373,7 +382,7 @@ void finish_half(const Attention& a, int64_t steps, const Product& product, Forw
 // All that waits.
 template <class K>
 void finish_limbs(const Attention& a, ForwardScratch<K>& w) {
-  finish_half<K>(a, 1, [](auto&) {}, w);
+  finish_half<K>(a, [](auto&) {}, w);
   w.limbs.pending.finish();
 }
 
@@ -402,7 +411,7 @@ void limbs_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t i,
     const auto product = [&](auto& beside) __attribute__((always_inline)) {
       K::Dot::product_beside(t.key, kTile, query, lane, vectors, s, kHalfRow, beside);
     };
-    finish_half<K>(a, K::Dot::steps(t.key, kTile, vectors), product, w);
+    finish_half<K>(a, product, w);
     if (t.key.unusual || query.unusual)
       add_unusual_scores<K, kHalfRow>(key, a.key.row, a.head_dim, q.query + lane, queries, s);
     if (a.bias.data)
@@ -419,7 +428,7 @@ void limbs_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t i,
               vectors,
               queries,
               q.started};
-    if (!computes_beside<K>(a, vectors)) finish_half<K>(a, 1, [](auto&) {}, w);
+    if (!computes_beside<K>(a, vectors)) finish_half<K>(a, [](auto&) {}, w);
   }
   const auto exchange = [](uint64_t*& x, uint64_t*& y) {
     uint64_t* const one = x;
