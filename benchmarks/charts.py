@@ -173,10 +173,13 @@ def _share_of_peak(content: Content, found: Found, threads: int) -> Figure | Non
         layout="constrained",
     )
     for row, what in enumerate(("forward", "backward")):
+        # Products by another unit than the one whose peak it is can exceed that.
+        top = max([1.0, *(1.03 * (r["share"] or 0) for r in records if r["what"] == what)])
         for column, (dtype, title, ending) in enumerate(panels):
             ax = grid[row][column]
             panel = [r for r in records if r["dtype"] == dtype and r["what"] == what]
             _share_panel(ax, panel, ending)
+            _per_cent(ax, top)
             if row == 0:
                 ax.set_title(title)
             else:
@@ -192,7 +195,7 @@ def _share_of_peak(content: Content, found: Found, threads: int) -> Figure | Non
 def _share_panel(ax: Axes, records: Sequence[Mapping[str, Any]], ending: str) -> None:
     lengths = sorted({int(r["case"].split(" x ")[1]) for r in records})
     _lengths(ax, lengths)
-    _per_cent(ax, 1.0)
+    ax.axhline(1.0, color="0.6", linewidth=0.8, zorder=0)
     for name in _ordered({r["implementation"] for r in records}):
         own = name.startswith(OWN)
         if own and name != OWN + ending or not own and ending:

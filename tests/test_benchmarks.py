@@ -189,6 +189,25 @@ def test_charts(result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Monk
     assert all("<svg" in file.read_text() for file in (tmp_path / "out").iterdir())
 
 
+def test_a_share_above_the_peak_is_drawn(
+    result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="charts need matplotlib")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import charts
+
+    content = copy.deepcopy(result)
+    own = next(r for r in content["records"] if r["implementation"] == "mha_ext")
+    for length, share in ((512, 0.4), (1024, 1.9)):
+        case = f"1 x {length} x 64"
+        for what in ("forward", "backward"):
+            here = {"topic": "peak", "case": case, "what": what, "share": share}
+            content["records"].append({**own, **here})
+    figure = charts._share_of_peak(content, charts.Found(content["records"]), 1)
+    for ax in figure.axes:
+        assert max(max(line.get_ydata()) for line in ax.lines) == 1.9 < ax.get_ylim()[1]
+
+
 def test_without_matplotlib(
     result: dict[str, Any],
     tmp_path: Path,
