@@ -296,7 +296,6 @@ struct ForwardLimbs<K, true> {
   Limbs key, value, weights, query[kGroup];
   float* sums[2];  // [value_dim][kHalfRow] of the last products, of which one is pending
   PendingSum<K> pending;
-  float* pending_out = nullptr;
   PendingHalf<K> half;
   const typename K::S* value_of = nullptr;  // of which rows `value` is
   uint64_t *other_bits, *other_keep;        // of the tile before, which may still be wanted
@@ -350,7 +349,7 @@ void finish_half(const Attention& a, const Product& product, ForwardScratch<K>& 
   t.half.s = nullptr;
   NothingBeside nothing;
   if (!half.s) return product(nothing);
-  if (t.pending_out == half.out) t.pending.finish();  // before its level may rise
+  if (t.pending.out == half.out) t.pending.finish();  // before its level may rise
   const bool beside = computes_beside<K>(a, half.vectors);
   const int64_t rescaled = half.started ? a.value_dim : 0;
   if (beside) {
@@ -372,7 +371,6 @@ void finish_half(const Attention& a, const Product& product, ForwardScratch<K>& 
   product_beside_sum<K>(t.value, a.value_dim, t.weights, 0, half.vectors, sum, kHalfRow, t.pending);
   t.pending = {sum,      half.out, a.value_dim,     half.vectors,
                kHalfRow, kRow,     1 / kLimbsScale, !half.started};
-  t.pending_out = half.out;
   if (t.value.unusual) {
     t.pending.finish();
     add_unusual_values<K>(half.value, a.value.row, a.value_dim, t.weights, half.seen.bits,
