@@ -93,6 +93,12 @@ class Work:
         other = self.isa is not None and self.isa != _C.active_isa()
         return f"{self.run.name} {self.isa}" if other else self.run.name
 
+    def timed(self, passes: Sequence[Pass]) -> tuple[Pass, ...]:
+        """Those of them that what was found right allows: forward, where only gradients are off."""
+        if not self.wrong:
+            return tuple(passes)
+        return tuple(what for what in passes if what == "forward" and "out" not in self.wrong)
+
 
 class Failures:
     """What could not run, and why: said once on stderr, and kept."""
@@ -245,10 +251,11 @@ class Bench:
     def _time(self, group: Group, work: Sequence[Work], threads: int) -> list[Record]:
         visits: dict[Any, Callable[[], dict[str, float]]] = {}
         for index, w in enumerate(work):
-            if w.wrong:
+            passes = w.timed(group.passes)
+            if not passes:
                 continue
             try:
-                visits[index] = _visit(w, group.passes)
+                visits[index] = _visit(w, passes)
             except Exception as error:
                 self.failures.add(f"{w.name}, {group.title}", error)
         isas = {w.isa or _C.active_isa() for w in work}
@@ -292,12 +299,11 @@ class Bench:
                 peak=rates["fma", w.isa or _C.active_isa()],
                 bandwidth=rates.get(("read", None)),
                 error=w.error,
-                wrong=w.wrong,
             )
             if w.wrong:
-                records.append(base)
-                continue
-            for what in found[index][0]:
+                untimed = "backward" if "forward" in w.timed(group.passes) else "forward"
+                records.append(replace(base, what=untimed, wrong=w.wrong))
+            for what in found[index][0] if index in found else ():
                 record = replace(base, what=what)
                 record.seconds = summary([sample[what] for sample in found[index]])
                 if not w.run.floor:

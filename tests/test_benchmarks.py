@@ -271,6 +271,26 @@ def test_a_wrong_result_is_not_timed(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [(r["seconds"], "out" in r["wrong"]) for r in records] == [(None, True)]
 
 
+def test_where_only_a_gradient_is_wrong_forward_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attention = mha_ext.attention
+
+    def wrong(query: Tensor, *args: object, **options: object) -> Tensor:
+        same = query + 0.01 * (query - query.detach())
+        out: Tensor = attention(same, *args, **options)  # type: ignore[call-overload]
+        return out
+
+    monkeypatch.setattr(mha_ext, "attention", wrong)
+    out = tmp_path / "out.json"
+    assert run.main([*TINY, "--peers", "--no-charts", "--output", str(out)]) == 1
+    assert "WRONG: mha_ext, tiny" in capsys.readouterr().out
+    records = {r["what"]: r for r in json.loads(out.read_text())["records"]}
+    assert set(records) == {"forward", "backward"}
+    assert records["forward"]["seconds"] and records["forward"]["wrong"] == []
+    assert records["backward"]["seconds"] is None and records["backward"]["wrong"] == ["query"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
