@@ -250,6 +250,26 @@ def test_a_failing_peer_is_left_out(
     assert "no such kernel" in content["left_out"].values()
 
 
+def test_a_peer_that_fails_once_it_is_timed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    visit = measure._visit
+
+    def fail(work: measure.Work, passes: Any) -> Any:
+        if work.name == "SDPA":
+            raise RuntimeError("out of memory")
+        return visit(work, passes)
+
+    monkeypatch.setattr(measure, "_visit", fail)
+    out = tmp_path / "out.json"
+    options = [*TINY, "--peers", "eager", "SDPA", "--no-charts", "--output", str(out)]
+    assert run.main(options) == 0
+    assert "out of memory" in capsys.readouterr().err
+    content = json.loads(out.read_text())
+    assert {r["implementation"] for r in content["records"]} == {"eager", "mha_ext"}
+    assert "out of memory" in content["left_out"].values()
+
+
 @pytest.fixture
 def _wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours is off by a hundredth."""
@@ -283,9 +303,10 @@ def test_where_only_a_gradient_is_wrong_forward_is_timed(
 
     monkeypatch.setattr(mha_ext, "attention", wrong)
     out = tmp_path / "out.json"
-    assert run.main([*TINY, "--peers", "--no-charts", "--output", str(out)]) == 1
+    assert run.main([*TINY, "--peers", "eager", "--no-charts", "--output", str(out)]) == 1
     assert "WRONG: mha_ext, tiny" in capsys.readouterr().out
-    records = {r["what"]: r for r in json.loads(out.read_text())["records"]}
+    found = json.loads(out.read_text())["records"]
+    records = {r["what"]: r for r in found if r["implementation"] == "mha_ext"}
     assert set(records) == {"forward", "backward"}
     assert records["forward"]["seconds"] and records["forward"]["wrong"] == []
     assert records["backward"]["seconds"] is None and records["backward"]["wrong"] == ["query"]
