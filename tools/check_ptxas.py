@@ -113,7 +113,8 @@ def kernels_in(text: str) -> list[tuple[str, bool]]:
 def compiled(nvcc: list[str], source: Path, architecture: str) -> list[tuple[str, bool]]:
     """What kernels_in says of a source."""
     with tempfile.TemporaryDirectory() as folder:
-        target = ["-cubin", "-Xptxas", "-v", "-o", str(Path(folder, "kernel.cubin"))]
+        target = ["-cubin", "-Werror", "all-warnings", "-Xptxas", "-v"]
+        target += ["-o", str(Path(folder, "kernel.cubin"))]
         chosen = ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
         command = [*nvcc, *cuda_toolkit.flags_of(source, chosen), *target, str(source)]
         answer = subprocess.run(command, capture_output=True, text=True)

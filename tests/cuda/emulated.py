@@ -27,6 +27,7 @@ from torch import Tensor
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 KERNELS = ROOT / "csrc/cuda"
+FOLDER = ROOT / "build/cuda-emulator"  # of what is compiled
 FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra"]
 FLAGS += ["-Wno-unknown-pragmas"]
 if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
@@ -68,8 +69,13 @@ def _compiled(command: list[str], target: Path, inputs: Sequence[Path], language
     unfinished.replace(target)
 
 
-def build(kernels: Path = KERNELS, flags: Sequence[str] = ()) -> Path:
-    """The shared library of these kernels; what is new is compiled, one object a source."""
+def objects(
+    kernels: Path = KERNELS, flags: Sequence[str] = (), instead: Mapping[str, Path] | None = None
+) -> list[Path]:
+    """The objects of these kernels and of the emulator; what is new is compiled.
+
+    instead: another source in place of the one of this name.
+    """
     command = [*shlex.split(os.environ.get("CXX", "g++")), *FLAGS, *flags]
     command += ["-I", str(HERE), "-I", str(kernels)]
     headers = [*sorted(kernels.glob("*.*h")), *sorted((ROOT / "csrc/spec").glob("*.h"))]
@@ -79,13 +85,12 @@ def build(kernels: Path = KERNELS, flags: Sequence[str] = ()) -> Path:
     shared = machine.copy()
     for header in headers:
         shared.update(header.name.encode() + header.read_bytes())
-    folder = ROOT / "build/cuda-emulator"
-    folder.mkdir(parents=True, exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
 
     def compiled(source: Path) -> Path:
         state = (machine if source == HERE / "emulator.cpp" else shared).copy()
         state.update(source.name.encode() + source.read_bytes())
-        target = folder / f"{source.stem}-{state.hexdigest()[:16]}.o"
+        target = FOLDER / f"{source.stem}-{state.hexdigest()[:16]}.o"
         with locked(target):
             if not target.is_file():
                 _compiled([*command, "-c"], target, [source], "-x c++")
@@ -94,11 +99,17 @@ def build(kernels: Path = KERNELS, flags: Sequence[str] = ()) -> Path:
     sources = [HERE / "library.cpp", HERE / "emulator.cpp", *sorted(kernels.glob("*.cu"))]
     jobs = int(os.environ.get("MAX_JOBS", "0")) or os.cpu_count()
     with ThreadPoolExecutor(jobs) as pool:
-        objects = list(pool.map(compiled, sources))
-    names = hashlib.sha256("".join(path.name for path in objects).encode())
-    target = folder / f"{names.hexdigest()[:16]}.so"
+        return list(pool.map(compiled, [(instead or {}).get(s.name, s) for s in sources]))
+
+
+def build(kernels: Path = KERNELS, flags: Sequence[str] = ()) -> Path:
+    """The shared library of these kernels."""
+    found = objects(kernels, flags)
+    names = hashlib.sha256("".join(path.name for path in found).encode())
+    target = FOLDER / f"{names.hexdigest()[:16]}.so"
     if not target.is_file():
-        _compiled([*command, "-shared"], target, objects, "")
+        linker = [*shlex.split(os.environ.get("CXX", "g++")), *FLAGS, *flags, "-shared"]
+        _compiled(linker, target, found, "")
     return target
 
 

@@ -22,8 +22,6 @@ from torch_backend import find_torch  # noqa: E402
 
 KEY = torch._C.DispatchKey.PrivateUse1  # where registration.h puts what is meant for CUDA
 BESIDE_THE_GLUE = ("problem.cpp", "checks.cpp")  # of csrc/: what the glue calls besides the kernels
-KERNEL_FLAGS = [flag for flag in emulated.FLAGS if flag != "-shared"]
-KERNEL_FLAGS += ["-w"]  # what warns would be compiled again every time
 
 
 def build(substitutes: Mapping[str, Path] | None = None, folder: Path | None = None) -> Path:
@@ -44,33 +42,28 @@ def _build(substitutes: Mapping[str, Path] | None, folder: Path | None) -> Path:
     of_the_build = emulated.ROOT / "build" / f"objects-{tag}/csrc"
     for place in (shared, of_the_build):
         place.mkdir(parents=True, exist_ok=True)
+    instead = substitutes or {}
     torch_flags = toolchain.flags_of(Path("glue.cpp"), compiler.x86, found.folder)
     glue_flags = [*torch_flags, "-include", str(here / "registration.h")]
-    kernel_flags = [*KERNEL_FLAGS, "-I", str(here), "-I", str(emulated.KERNELS)]
-    plain = compiler._replace(command=[*compiler.command, "-x", "c++"])
     work = []
-    for source in sorted(emulated.KERNELS.glob("*.c*")):
-        target = shared / f"{source.name}.o"
-        if substitutes and folder and source.name in substitutes:
-            source, target = substitutes[source.name], folder / f"{source.name}.o"
-        if source.suffix == ".cu":
-            work.append((plain, source, target, kernel_flags))
-        elif source.suffix == ".cpp":
-            work.append((compiler, source, target, glue_flags))
-    for name in ("emulator.cpp", "library.cpp"):
-        work.append((plain, here / name, shared / f"{name}.o", kernel_flags))
+    for source in sorted(emulated.KERNELS.glob("*.cpp")):
+        place = folder if folder and source.name in instead else shared
+        source = instead.get(source.name, source)
+        work.append((compiler, source, place / f"{source.name}.o", glue_flags))
     work.append((compiler, here / "device.cpp", shared / "device.cpp.o", torch_flags))
     for name in BESIDE_THE_GLUE:
         target = (of_the_build / name).with_suffix(".o")
         work.append((compiler, emulated.ROOT / "csrc" / name, target, torch_flags))
     toolchain.compile_all(False, work)
-    objects = [target for _, _, target, _ in work]
+    objects = [*emulated.objects(instead=instead), *(target for _, _, target, _ in work)]
     module = (folder or shared) / "operators.so"
-    made = module.stat().st_mtime if module.is_file() else 0.0
-    if any(path.stat().st_mtime >= made for path in objects):
+    record, names = module.with_suffix(".objects"), "\n".join(map(str, objects))
+    made = module.stat().st_mtime if module.is_file() and record.is_file() else 0.0
+    if any(path.stat().st_mtime >= made for path in objects) or record.read_text() != names:
         unfinished = module.with_suffix(".tmp")
         toolchain.link(compiler, objects, unfinished, found.folder, ["-Wl,--no-undefined"])
         unfinished.replace(module)
+        record.write_text(names)
     return module
 
 

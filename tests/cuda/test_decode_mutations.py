@@ -110,6 +110,7 @@ def verdict(library: Library) -> str:
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.slow
 def test_mutations_are_caught(name: str, tmp_path: Path) -> None:
     file, old, new, sign = MUTATIONS[name]
     library = Library(emulated.build(mutated(tmp_path, file, old, new, SOURCES), ["-O1"]))
@@ -145,6 +146,7 @@ PAST_THE_END = {
 
 
 @pytest.mark.parametrize("name", PAST_THE_END)
+@pytest.mark.slow
 def test_accesses_past_the_end_are_caught(name: str, tmp_path: Path) -> None:
     *change, sign = PAST_THE_END[name]
     kernels = mutated(tmp_path, *change, SOURCES)

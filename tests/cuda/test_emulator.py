@@ -216,6 +216,7 @@ def test_the_kernels_themselves_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BACKWARD_MUTATIONS)
+@pytest.mark.slow
 def test_mutations_of_backward_are_caught(name: str, tmp_path: Path) -> None:
     file, old, new, sign = BACKWARD_MUTATIONS[name]
     library = Library(emulated.build(mutated(tmp_path, file, old, new), ["-O1"]))
@@ -224,6 +225,7 @@ def test_mutations_of_backward_are_caught(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.slow
 def test_mutations_are_caught(name: str, tmp_path: Path) -> None:
     file, old, new, sign = MUTATIONS[name]
     found = verdict(Library(emulated.build(mutated(tmp_path, file, old, new), ["-O1"])))
@@ -287,6 +289,7 @@ def sanitized(program: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", READS)
+@pytest.mark.slow
 def test_accesses_past_the_end_are_caught(name: str, tmp_path: Path) -> None:
     """The kernels under AddressSanitizer: they stay within their tensors, and it would tell."""
     change = PAST_THE_END.get(name, ("tile.cuh", "row * kRowBytes", "kRowBytes * row"))

@@ -132,6 +132,7 @@ def verdict(library: Library) -> str:
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.slow
 def test_mutations_are_caught(name: str, tmp_path: Path) -> None:
     file, old, new, sign = MUTATIONS[name]
     kernels = mutated(tmp_path, file, old, new, SOURCES)
@@ -164,6 +165,7 @@ PAST_THE_END = {
 
 
 @pytest.mark.parametrize("name", PAST_THE_END)
+@pytest.mark.slow
 def test_accesses_past_the_end_are_caught(name: str, tmp_path: Path) -> None:
     file, old, new, sign = PAST_THE_END[name]
     kernels = mutated(tmp_path, file, old, new, SOURCES)

@@ -519,6 +519,7 @@ FORWARD_CASES = (
 
 
 @pytest.mark.parametrize("name", FORWARD_MUTATIONS)
+@pytest.mark.slow
 def test_mutations_of_forward(name: str, tmp_path: Path) -> None:
     *change, sign = FORWARD_MUTATIONS[name]
     kernels = mutated(tmp_path, *change, FORWARD_SOURCES)
@@ -607,6 +608,7 @@ MASKED_MUTATIONS = {
 
 
 @pytest.mark.parametrize("name", MASKED_MUTATIONS)
+@pytest.mark.slow
 def test_mutations_under_a_mask(name: str, tmp_path: Path) -> None:
     *change, sign = MASKED_MUTATIONS[name]
     kernels = mutated(tmp_path, *change, MASKED_SOURCES)
@@ -659,6 +661,7 @@ def test_the_kernels_themselves_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.slow
 def test_mutations_are_caught(name: str, tmp_path: Path) -> None:
     file, old, new, sign = MUTATIONS[name]
     library = Library(emulated.build(mutated(tmp_path, file, old, new, SOURCES), ["-O1"]))
@@ -667,6 +670,7 @@ def test_mutations_are_caught(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", DROPOUT_MUTATIONS)
+@pytest.mark.slow
 def test_mutations_of_dropout(name: str, tmp_path: Path) -> None:
     file, old, new, sign = DROPOUT_MUTATIONS[name]
     library = Library(emulated.build(mutated(tmp_path, file, old, new, DROPOUT_SOURCES), ["-O1"]))
@@ -676,6 +680,7 @@ def test_mutations_of_dropout(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WIDE_MUTATIONS)
+@pytest.mark.slow
 def test_mutations_of_wide_heads(name: str, tmp_path: Path) -> None:
     file, old, new, sign = WIDE_MUTATIONS[name]
     library = Library(emulated.build(mutated(tmp_path, file, old, new, WIDE_SOURCES), ["-O1"]))
@@ -807,6 +812,7 @@ BIAS_MUTATIONS = {
 
 
 @pytest.mark.parametrize("name", BIAS_MUTATIONS)
+@pytest.mark.slow
 def test_mutations_of_a_bias(name: str, tmp_path: Path) -> None:
     *change, sign = BIAS_MUTATIONS[name]
     library = Library(emulated.build(mutated(tmp_path, *change, BIAS_SOURCES), ["-O1"]))

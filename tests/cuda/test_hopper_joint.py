@@ -303,6 +303,7 @@ MUTATED: tuple[tuple[dict[str, Any], Band], ...] = (
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.slow
 def test_mutations(name: str, tmp_path: Path) -> None:
     *change, sign = MUTATIONS[name]
     wide = name in WIDE

@@ -167,6 +167,7 @@ def verdict(library: Library) -> str:
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.slow
 def test_mutations_of_the_tangents_are_caught(name: str, tmp_path: Path) -> None:
     file, old, new, sign = MUTATIONS[name]
     library = Library(emulated.build(mutated(tmp_path, file, old, new, SOURCES), ["-O1"]))

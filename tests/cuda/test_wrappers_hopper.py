@@ -261,6 +261,7 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.slow
 def test_mutations(name: str, machine: Path, tmp_path: Path) -> None:
     file, old, new, tells = MUTATIONS[name]
     (tmp_path / "csrc").mkdir()
