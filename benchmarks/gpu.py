@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mha_ext.cases import DTYPES, Case, Inputs, make_inputs
-from mha_ext.exact import exact_results, random_like, verify
+from mha_ext.exact import exact_results, random_like, verify, wrong_text
 from mha_ext.peers import CORES, Run, attention_run
 from mha_ext.profile import rotation
 from mha_ext.report import Row, print_table, progress
@@ -196,7 +196,7 @@ def usable(work: Sequence[Work], inputs: Inputs, title: str, failures: Failures)
             result = verify([checked], inputs, "attention", exact)[w.run.name]
         w.error = result.out_error
         if result.wrong:
-            failures.add(name, f"wrong: {', '.join(result.wrong)}")
+            failures.add(name, f"wrong: {wrong_text(result.wrong, result.excess)}")
         else:
             found.append(w)
     return found

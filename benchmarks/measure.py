@@ -53,6 +53,7 @@ class Record:
     memory: int | None = None
     error: float | None = None
     wrong: list[str] = field(default_factory=list)
+    excess: dict[str, float] = field(default_factory=dict)  # error over tolerance of what is wrong
 
     @property
     def share(self) -> float | None:
@@ -86,6 +87,7 @@ class Work:
     isa: str | None  # None: not ours
     error: float | None = None
     wrong: list[str] = field(default_factory=list)
+    excess: dict[str, float] = field(default_factory=dict)  # error over tolerance of what is wrong
 
     @property
     def name(self) -> str:
@@ -206,7 +208,8 @@ class Bench:
                 result = results.get((run.name, isa))
                 if result is not None:
                     work = Work(case, run, inputs, copies, grad_out, isa)
-                    work.error, work.wrong = result.out_error, result.wrong
+                    work.error = result.out_error
+                    work.wrong, work.excess = result.wrong, result.excess
                     found.append(work)
         return found
 
@@ -302,7 +305,7 @@ class Bench:
             )
             if w.wrong:
                 untimed = "backward" if "forward" in w.timed(group.passes) else "forward"
-                records.append(replace(base, what=untimed, wrong=w.wrong))
+                records.append(replace(base, what=untimed, wrong=w.wrong, excess=w.excess))
             for what in found[index][0] if index in found else ():
                 record = replace(base, what=what)
                 record.seconds = summary([sample[what] for sample in found[index]])
@@ -538,8 +541,7 @@ def _verify_second_order(
                 allowed[name] = 4 * error
             size = max(float(wanted[name].abs().max()), largest / 20)
             least = 32 * torch.finfo(tensor.dtype).eps * size
-            if not error <= max(least, allowed.get(name, 0.0)):
-                result.wrong.append(name)
+            result.judge(name, error, max(least, allowed.get(name, 0.0)))
 
 
 def _second_order(

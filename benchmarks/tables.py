@@ -8,6 +8,7 @@ from typing import Any
 import goals
 import suite
 
+from mha_ext.exact import wrong_text
 from mha_ext.report import Row, print_table
 
 JsonRecord = Mapping[str, Any]
@@ -42,7 +43,8 @@ def show(content: Mapping[str, Any]) -> None:
     for record in records:
         if record["wrong"]:
             where = f"{record['topic']}: {record['case']}, {record['dtype']}"
-            print(f"WRONG: {record['implementation']}, {where}: {', '.join(record['wrong'])}")
+            what = wrong_text(record["wrong"], record.get("excess", {}))
+            print(f"WRONG: {record['implementation']}, {where}: {what}")
 
 
 def _blocks(records: Any) -> dict[str, Block]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -76,6 +77,7 @@ class Result:
     out_error: float | None = None  # largest absolute difference to float64
     grad_error: float | None = None
     wrong: list[str] = field(default_factory=list)  # results outside the tolerance
+    excess: dict[str, float] = field(default_factory=dict)  # error over tolerance, where finite
     forward_ms: float | None = None
     training_ms: float | None = None  # forward and backward
     memory: int | None = None  # bytes
@@ -84,6 +86,26 @@ class Result:
     peak: float | None = None  # FLOP/s of this machine on `threads` threads
     forward_flops: float = 0.0
     training_flops: float = 0.0
+
+    def judge(self, name: str, error: float, tolerance: float) -> None:
+        """Notes a result that is off, also where it is NaN."""
+        if error <= tolerance:
+            return
+        self.wrong.append(name)
+        if tolerance > 0 and math.isfinite(error):
+            self.excess[name] = error / tolerance
+
+
+def wrong_text(wrong: Sequence[str], excess: Mapping[str, float]) -> str:
+    """What is off, for a reader, and how far it is off where that is known."""
+    found = []
+    for name in wrong:
+        gradient = name != "out" and not name.startswith(("jvp", "hvp"))
+        text = f"gradient of {name}" if gradient else name
+        if name in excess:
+            text += f" ({excess[name]:.3g} times the tolerance)"
+        found.append(text)
+    return ", ".join(found)
 
 
 def random_like(tensor: Tensor, seed: int = 1) -> Tensor:
@@ -131,8 +153,7 @@ def verify(
             least = 32 * torch.finfo(out.dtype).eps * size
             if run.name == "eager":
                 allowed[name] = 4 * error
-            if not error <= max(least, allowed.get(name, 0.0)):  # also when it is NaN
-                result.wrong.append(name)
+            result.judge(name, error, max(least, allowed.get(name, 0.0)))
     return results
 
 

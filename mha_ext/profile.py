@@ -24,7 +24,7 @@ from torch import Tensor
 import mha_ext
 from mha_ext import _C
 from mha_ext.cases import CASES, DTYPES, Case, Inputs, Level, levels
-from mha_ext.exact import Result, verify
+from mha_ext.exact import Result, verify, wrong_text
 from mha_ext.peers import Run, prepare
 from mha_ext.report import Row, check_output, print_table, progress
 from mha_ext.timing import alternate
@@ -311,10 +311,8 @@ def print_results(results: Sequence[Result], settings: Settings) -> None:
     print("All results were compared with float64 before they were timed.")
     for result in results:
         if result.wrong:
-            print(
-                f"WRONG: {result.name}, {result.case}, {result.level}: {', '.join(result.wrong)}",
-                file=sys.stderr,
-            )
+            what = wrong_text(result.wrong, result.excess)
+            print(f"WRONG: {result.name}, {result.case}, {result.level}: {what}", file=sys.stderr)
 
 
 def write_json(path: str, results: Sequence[Result], settings: Settings) -> None:

@@ -304,12 +304,15 @@ def test_where_only_a_gradient_is_wrong_forward_is_timed(
     monkeypatch.setattr(mha_ext, "attention", wrong)
     out = tmp_path / "out.json"
     assert run.main([*TINY, "--peers", "eager", "--no-charts", "--output", str(out)]) == 1
-    assert "WRONG: mha_ext, tiny" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "WRONG: mha_ext, tiny" in shown
     found = json.loads(out.read_text())["records"]
     records = {r["what"]: r for r in found if r["implementation"] == "mha_ext"}
     assert set(records) == {"forward", "backward"}
     assert records["forward"]["seconds"] and records["forward"]["wrong"] == []
     assert records["backward"]["seconds"] is None and records["backward"]["wrong"] == ["query"]
+    times = records["backward"]["excess"]["query"]
+    assert times > 1 and f": gradient of query ({times:.3g} times the tolerance)\n" in shown
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -131,7 +132,21 @@ def test_a_wrong_result_is_not_timed(
     assert main([*SMALL, "--repeats", "1"]) == 1
     shown = capsys.readouterr()
     assert "WRONG" in shown.out
-    assert "WRONG: mha_ext" in shown.err and "attention: out" in shown.err
+    assert "WRONG: mha_ext" in shown.err and "attention: out (" in shown.err
+
+
+def test_how_far_off_a_result_is() -> None:
+    result = exact.Result("case", "attention", "mha_ext")
+    for name, error, tolerance in (
+        *(("out", 1e-6, 1e-6), ("query", 3e-6, 2e-6), ("key", math.nan, 1.0)),
+        *(("value", math.inf, 1.0), ("bias", 1e-9, 0.0), ("hvp of key", 2.0, 1.0)),
+    ):
+        result.judge(name, error, tolerance)
+    assert exact.wrong_text(result.wrong, result.excess) == (
+        "gradient of query (1.5 times the tolerance), gradient of key, gradient of value, "
+        "gradient of bias, hvp of key (2 times the tolerance)"
+    )
+    assert exact.wrong_text(["out"], {}) == "out"  # of files that do not say how far
 
 
 @pytest.mark.parametrize(
