@@ -2,10 +2,8 @@
 
     python tools/check_portability.py
 
-A compiler that is not installed is skipped, and said so. Nothing is run. All is compiled without
-optimization, where every function is still made and every instruction still asked for; clang's portable
-kernels also with it, for what clang says of loops that it could not unroll. That takes minutes for each
-of the others, whose source is the same.
+A compiler that is not installed is skipped, and said so. Nothing is run. At -O1 a compiler says what it
+says at -O3, of loops that it could not unroll too, in half the time.
 """
 
 from __future__ import annotations
@@ -32,24 +30,21 @@ def main() -> int:
             continue
         for path in toolchain.sources(ROOT, x86):
             if toolchain.is_kernel(path):
-                flags = [*toolchain.flags_of(path, x86, ROOT), "-Werror"]
-                for level in ("-O3", "-O0") if x86 and "portable" in path.stem else ("-O0",):
-                    command = [name, *flags, level, "-S", "-o", "/dev/null", str(path)]
-                    work.append((f"{path.relative_to(ROOT)} {level}", name, command))
+                flags = [*toolchain.flags_of(path, x86, ROOT), "-O1", "-Werror"]
+                work.append((path, name, [name, *flags, "-S", "-o", "/dev/null", str(path)]))
 
     def compile_one(command: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True)
 
-    work.sort(key=lambda item: not item[0].endswith("-O3"))  # the longest first
     failed = False
     with ThreadPoolExecutor(toolchain.job_count()) as pool:
         answers = pool.map(compile_one, [command for _, _, command in work])
-        for (what, name, _), answer in zip(work, answers, strict=True):
+        for (path, name, _), answer in zip(work, answers, strict=True):
             failed |= answer.returncode != 0
             errors = [line for line in answer.stderr.splitlines() if "error:" in line]
             errors = list(dict.fromkeys(errors))[:10]
             verdict = "\n  ".join(["FAILED", *errors]) if answer.returncode else "ok"
-            print(f"{name}: {what}: {verdict}", flush=True)
+            print(f"{name}: {path.relative_to(ROOT)}: {verdict}", flush=True)
     return int(failed)
 
 
