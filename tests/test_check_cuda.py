@@ -100,6 +100,15 @@ def test_what_fails_is_not_recorded(checks: Checks, fails: str) -> None:
     assert not checks.record.exists()
 
 
+def test_what_changes_meanwhile_is_not_recorded(
+    checks: Checks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks.tool, "digest", iter(["before", "after"]).__next__)
+    with pytest.raises(SystemExit, match="the sources have changed meanwhile"):
+        checks.tool.main(["--record"])
+    assert not checks.record.exists()
+
+
 def test_a_failing_case_fails_beside_a_record(checks: Checks) -> None:
     checks("--record")
     checks.fails = "hopper"

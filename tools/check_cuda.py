@@ -33,6 +33,7 @@ SOURCES = (
     "csrc/cuda/*.[ch]*",
     "csrc/spec/*.h",
     "tests/cuda/*.[chp]*",
+    "tests/cases.py",
     "tests/devices.py",
     "tests/sizes.py",
     "build_backend/cuda_toolkit.py",
