@@ -49,7 +49,7 @@ struct Portable {
   static M gt(V a, V b) { return a > b; }
   static M eq(V a, V b) { return a == b; }
   static M mask(uint64_t bits) {
-    M m;
+    M m{};
     for (int i = 0; i < N; i++) m[i] = -(Integer)(bits >> i & 1);
     return m;
   }
@@ -112,7 +112,7 @@ struct Portable {
 
   // Lane i is the sum of the lanes of r[i].
   static V sum_each(V (&r)[N]) {
-    V sums;
+    V sums{};
     for (int i = 0; i < N; i++) sums[i] = sum(r[i]);
     return sums;
   }
