@@ -94,6 +94,20 @@ def check_parameter_dtype(dtype: object) -> None:
         )
 
 
+def check_covers(name: str, pairs: object, keys: int) -> None:
+    """Raises where a mask or bias beside a cache is of other keys than those before the call and its own."""
+    if isinstance(pairs, Tensor) and pairs.dim() and pairs.shape[-1] not in (1, keys):
+        raise ValueError(
+            f"{name} must cover cache.longest + Lq = {keys} keys, but is {list(pairs.shape)}; column j is of the "
+            "key at position j of each sequence"
+        )
+
+
+def first_keys(pairs: Tensor | None, keys: int) -> Tensor | None:
+    """The part of a mask or bias that is of so many keys; the rest is of none, where ``new_lengths`` leaves room."""
+    return pairs if pairs is None or not pairs.dim() or pairs.shape[-1] == 1 else pairs[..., :keys]
+
+
 def join_masks(
     mask: Tensor | None, padding: Tensor | None, query: Tensor, key: Tensor, past: int
 ) -> Tensor | None:

@@ -26,11 +26,13 @@ from mha_ext.functional import (
     weights_from_lse,
 )
 from mha_ext.layer_arguments import (
+    check_covers,
     check_device,
     check_dtype,
     check_parameter_dtype,
     check_rotary,
     checked_shape,
+    first_keys,
     join_masks,
     positive,
 )
@@ -256,8 +258,11 @@ class MultiHeadAttention(nn.Module):
             self._check_incremental(
                 query, key is query, key_lengths, causal, positions, cache, new_lengths
             )
+        past = 0 if cache is None else cache.longest
+        if cache is not None:
+            check_covers("mask", mask, past + query.shape[1])
+            check_covers("bias", bias, past + query.shape[1])
         if mask is not None or key_padding_mask is not None:
-            past = 0 if cache is None else cache.longest
             mask = join_masks(mask, key_padding_mask, query, key, past)
         causal = self.causal if causal is None else causal
 
@@ -299,6 +304,7 @@ class MultiHeadAttention(nn.Module):
                 )
             extension = cache.extension(k, v, new_lengths)
             k, v, key_lengths = extension[:3]
+            mask, bias = first_keys(mask, k.shape[2]), first_keys(bias, k.shape[2])
             causal = "lower_right"
         attend: Any = attention_with_lse
         weigh: Any = weights_from_lse

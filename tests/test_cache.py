@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -97,6 +98,39 @@ def test_masks_of_sequences_of_different_lengths() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("empty", [False, True])
+def test_masks_beside_new_lengths(empty: bool) -> None:
+    """They cover `longest` + L keys whatever is new of these, so a shape says nothing about the lengths."""
+    attention = layer()
+    x = torch.randn(2, 9, 24, dtype=DOUBLE)
+    before, new = (torch.tensor([0, 0]) if empty else torch.tensor([6, 3])), torch.tensor([1, 3])
+    cache = KVCache.of(attention, batch=2, max_length=9)
+    if not empty:
+        attention(x[:, :6], cache=cache, new_lengths=before)
+    keys = cache.longest + 3
+    mask, bias = torch.rand(2, 1, 3, keys) < 0.7, torch.randn(4, 3, keys, dtype=DOUBLE)
+    padding = torch.rand(2, keys) < 0.7
+    options = {"mask": mask, "bias": bias, "key_padding_mask": padding}
+    last = x[:, 6:]
+    for chosen in ({"mask"}, {"bias"}, {"key_padding_mask"}, set(options)):
+        at_hand = {name: options[name] for name in chosen}
+        found = attention(last, cache=copy.deepcopy(cache), new_lengths=new, **at_hand)
+        for b in range(2):
+            count, total = int(new[b]), int(before[b] + new[b])
+            whole = torch.cat([x[b, 6 - int(before[b]) : 6], last[b, 3 - count :]])[None]
+            of_one: dict[str, Tensor] = {}
+            if "mask" in chosen:
+                of_one["mask"] = torch.ones(1, 1, total, total, dtype=torch.bool)
+                of_one["mask"][:, :, -count:] = mask[b : b + 1, :, 3 - count :, :total]
+            if "bias" in chosen:
+                of_one["bias"] = torch.zeros(4, total, total, dtype=DOUBLE)
+                of_one["bias"][:, -count:] = bias[:, 3 - count :, :total]
+            if "key_padding_mask" in chosen:
+                of_one["key_padding_mask"] = padding[b : b + 1, :total]
+            assert_close(found[b, 3 - count :], attention(whole, **of_one)[0, -count:])
+
+
+@torch.no_grad()
 def test_of_a_layer_whose_projections_are_wrapped() -> None:
     class Wrapped(torch.nn.Module):
         def __init__(self, inner: torch.nn.Module) -> None:
@@ -164,8 +198,16 @@ def test_errors() -> None:
                 "causal must be True, .* or left out with a cache, .* but is False",
             ),
             ({"new_lengths": [1, 2]}, r"new_lengths must be an integer tensor \[2\], but is list"),
-            ({"mask": torch.ones(2, 2).bool()}, r"mask must broadcast to .*\[2, 4, 3, 3\]"),
-            ({"bias": torch.zeros(2, 2, dtype=DOUBLE)}, r"bias must broadcast to"),
+            ({"mask": torch.ones(2, 3).bool()}, r"mask must broadcast to .*\[2, 4, 3, 3\]"),
+            ({"bias": torch.zeros(2, 3, dtype=DOUBLE)}, r"bias must broadcast to"),
+            (
+                {"mask": torch.ones(3, 2).bool()},
+                r"mask must cover cache.longest \+ Lq = 3 keys, but is \[3, 2\]",
+            ),
+            (
+                {"bias": torch.zeros(2, dtype=DOUBLE), "new_lengths": torch.tensor([1, 2])},
+                r"bias must cover cache.longest \+ Lq = 3 keys, but is \[2\]",
+            ),
             ({"key_padding_mask": torch.ones(2, 4).bool()}, r"key_padding_mask must be .*\[2, 3\]"),
             ({"positions": torch.arange(3)}, "positions must be None without rotary embedding"),
             ({"new_lengths": torch.tensor([1.0, 2.0])}, "new_lengths must be an integer tensor"),
