@@ -46,9 +46,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=mha_ext.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="profile|info|check")
     _add_profile(commands)
-    commands.add_parser("info", help="what was built, and what this machine can do")
+    what = "what was built, and what this machine can do"
+    commands.add_parser("info", help=what, description=f"Says {what}.")
+    what = "compare the kernels with their definition, on this machine"
     checking = commands.add_parser(
-        "check", help="compare the kernels with their definition, on this machine"
+        "check",
+        help=what,
+        description=f"{what.capitalize()}. The exit status is 1 where a result is off by more than its tolerance.",
     )
     checking.add_argument(
         "--isa", choices=_isas(), help="only this instruction set (default: all supported)"
@@ -80,13 +84,21 @@ def _add_profile(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--keys", type=_positive_int, metavar="N", help="default: as many as queries"
     )
     shape.add_argument("--head-dim", type=_positive_int, metavar="N", help="default 64")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--mask", choices=MASKS, help="default: as the case has it")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default float32")
+    parser.add_argument(
+        "--mask",
+        choices=MASKS,
+        help="default: as the case has it; without a shape, causal and window leave out cases whose lengths differ",
+    )
     parser.add_argument("--dropout", type=float, metavar="P", help="dropout probability, default 0")
     parser.add_argument("--threads", type=_positive_int, metavar="N", help="default: torch's")
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
     parser.add_argument(
-        "--seconds", type=_positive_float, metavar="S", default=60.0, help="about so long in all"
+        "--seconds",
+        type=_positive_float,
+        metavar="S",
+        default=60.0,
+        help="about so long in all, default 60",
     )
     parser.add_argument(
         "--repeats", type=_positive_int, metavar="N", help="so many rounds instead of --seconds"

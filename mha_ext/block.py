@@ -48,6 +48,10 @@ class AttentionBlock(nn.Module):
 
     The children are ``attention``, ``dropout`` and ``norm``.
 
+    Raises:
+        ValueError: where out_dim is not query_dim, or hidden_dropout not in [0, 1).
+        ValueError, TypeError: as `MultiHeadAttention`.
+
     Source: Devlin et al., "BERT" (2019); its layer is the encoder layer of Vaswani et al. (2017).
     """
 

@@ -48,8 +48,12 @@ class KVCache:
     Attributes:
         key: [batch, kv_heads, max_length, head_dim]; value: [..., value_head_dim].
         lengths: int64 [batch]: how many tokens of each sequence are there.
-        longest: the largest of them. Not on the CPU it may be more after ``new_lengths``, since that would wait for
-            the device. A mask, bias or key_padding_mask of the next L tokens has longest + L keys.
+        longest: the largest of them. On another device than the CPU it may be more after ``new_lengths``, since the
+            number itself would have to be waited for. A mask, bias or key_padding_mask of the next L tokens has
+            longest + L keys: column j is of the key at position j of each sequence.
+
+    Raises:
+        ValueError: where a size is not an int of at least 0.
     """
 
     def __init__(
@@ -80,7 +84,11 @@ class KVCache:
 
     @classmethod
     def of(cls, layer: MultiHeadAttention | AttentionBlock, batch: int, max_length: int) -> KVCache:
-        """One for a layer, or for that of a block, on its device and in its dtype."""
+        """One for a layer, or for that of a block, on its device and in its dtype.
+
+        Raises:
+            TypeError: where ``layer`` is neither.
+        """
         inner: Any = getattr(layer, "attention", layer)
         if not hasattr(inner, "k_proj"):
             raise TypeError(
@@ -100,6 +108,7 @@ class KVCache:
 
     @property
     def max_length(self) -> int:
+        """The most tokens that a sequence can have."""
         return self.key.shape[2]
 
     def __repr__(self) -> str:
@@ -119,7 +128,7 @@ class KVCache:
             What attention takes: all keys and values so far, views [B, Hkv, longest, D or Dv], and the lengths [B].
 
         Raises:
-            ValueError: where shapes do not fit, or a sequence would grow beyond max_length.
+            ValueError, TypeError: where shapes or ``lengths`` do not fit, or a sequence would grow beyond max_length.
             RuntimeError: where a gradient would be needed.
         """
         extension = self.extension(key, value, lengths)
@@ -265,10 +274,10 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     Args:
         x: [B, H, L, D], D even.
         positions: [L] or [B, L], integers.
-        base: the slowest wavelength is 2 pi base.
+        base: pair i turns once in 2 pi base^(2i/D) positions.
 
     Returns:
-        [B, H, L, D] in x's dtype and memory order; computed in float32 (float64 for float64).
+        [B, H, L, D] in x's dtype, contiguous; computed in float32 (float64 for float64).
 
     Raises:
         TypeError, ValueError: where an argument is not so.

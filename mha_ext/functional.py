@@ -88,11 +88,11 @@ def attention(
     length. A pair that is masked contributes nothing to any result or gradient, whatever the tensors hold there.
 
     Args:
-        query: [B, H, Lq, D], float64, float32, bfloat16 or float16. Any strides with a unit last stride are read
-            in place (here and below).
+        query: [B, H, Lq, D], float64, float32, bfloat16 or float16; D from 1 to 1024 (256 on CUDA). Any strides
+            with a unit last stride are read in place (here and below).
         key: [B, Hkv, Lk, D], query's dtype. H must be a multiple of Hkv (grouped-query attention: query head h
             reads key head h // (H / Hkv)).
-        value: [B, Hkv, Lk, Dv], query's dtype. Dv may differ from D.
+        value: [B, Hkv, Lk, Dv], query's dtype. Dv may differ from D, within the same limits.
         mask: bool or integer, broadcastable to [B, H, Lq, Lk]; nonzero = attend. Read through its strides, never
             expanded. A floating mask is refused: ``mask.bool()`` keeps nonzero positions, ``bias=mask`` adds it.
         bias: query's dtype or float32, broadcastable to [B, H, Lq, Lk]; added to the scaled scores. -inf masks.

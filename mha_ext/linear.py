@@ -34,6 +34,9 @@ class FastLinear(nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as in `nn.Linear`.
+
+    Raises:
+        ValueError: in the first call that the kernel could take, where MHA_EXT_FAST_LINEAR is neither 0 nor 1.
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -53,7 +53,8 @@ class MultiHeadAttention(nn.Module):
     heads works too. Splitting and merging the heads copies nothing.
 
     Args:
-        embed_dim: width of all heads together, num_heads · head_dim by default.
+        embed_dim: width of the model: query_dim and out_dim by default, and, without head_dim, width of all heads
+            together, a multiple of num_heads.
         num_heads: number of query heads.
         query_dim: width of ``query``; embed_dim by default.
         key_dim: width of ``key``; query_dim by default.
@@ -73,8 +74,9 @@ class MultiHeadAttention(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: where embed_dim is not a multiple of num_heads (and head_dim is not given), or
-            an option is out of range.
+        ValueError: where embed_dim is not a multiple of num_heads (and head_dim is not given), num_heads is
+            not one of num_kv_heads, head_dim is odd with rotary_base, or an option is out of range.
+        TypeError: where an argument is of another type.
 
     Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2.2.
     """
@@ -232,7 +234,7 @@ class MultiHeadAttention(nn.Module):
                 [B, H, Lq, Lk].
             bias: added to the scaled scores, broadcastable to [B, H, Lq, Lk], with a gradient.
             key_padding_mask: bool or integer [B, Lk], nonzero = attend; combined with ``mask``. With ``cache``, Lk
-                counts what is there already: cache.longest + Lq.
+                of mask, bias and padding counts what is there already: cache.longest + Lq.
             key_lengths: integer [B]; keys at or past the length are masked, and skipped.
             causal: overrides the layer's own.
             positions: integer [Lq] or [B, Lq], for rotary embedding in self-attention; 0, 1, 2 … by
@@ -250,6 +252,7 @@ class MultiHeadAttention(nn.Module):
 
         Raises:
             ValueError, TypeError: in one line that names the argument and the fix.
+            RuntimeError: with ``cache``, where a gradient would be needed.
         """
         key = query if key is None else key
         value = key if value is None else value

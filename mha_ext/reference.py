@@ -31,7 +31,7 @@ def attention(
     origin: Sequence[int] = (0, 0, 0, 0),
     pairwise: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`mha_ext.attention` as the formula reads; what it is given is not checked.
+    """`mha_ext.attention` as the formula reads; what it is given is not checked, and dropout needs a ``seed``.
 
     Beyond the arguments of `mha_ext.attention`: ``origin`` = (b, h, q, k), the global position of the first element,
     for the diagonal and for dropout; ``pairwise`` = multiply pair by pair, on selected operands, so that NaN or Inf

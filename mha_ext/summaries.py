@@ -32,7 +32,11 @@ def attention_received(
         options: bias, key_lengths, causal, window, scale and empty_rows of `mha_ext.attention_weights`.
 
     Returns:
-        [B, H, Lk], float32 (float64 for float64). Summed over the keys it is the number of queries that see any.
+        [B, H, Lk], float32 (float64 for float64). Summed over the keys it is the number of queries that see any
+        (of all, with ``empty_rows="uniform"``).
+
+    Raises:
+        ValueError, TypeError: as `mha_ext.attention_weights`; TypeError for another option.
     """
     _check(query, key, mask, options)
     parts = _chunks(lambda p: p.sum(2), query, key, mask, options)
@@ -49,7 +53,11 @@ def attention_entropy(
         query, key, mask, options: as in `attention_received`.
 
     Returns:
-        [B, H, Lq], float32 (float64 for float64); 0 for a query that may attend to nothing.
+        [B, H, Lq], float32 (float64 for float64); 0 for a query that may attend to nothing (log Lk with
+        ``empty_rows="uniform"``).
+
+    Raises:
+        ValueError, TypeError: as `attention_received`.
 
     Source: Shannon (1948).
     """

@@ -38,7 +38,8 @@ def heatmap(
         title: of the picture.
 
     Raises:
-        ValueError: where weights is not a matrix, or there is not one label for each row or column.
+        TypeError, ValueError: where weights is not a tensor or no matrix, or there is not one label for each row or
+            column.
         ImportError: without matplotlib.
     """
     _check_matrices(weights, 2, "[Lq, Lk]")
@@ -73,8 +74,8 @@ def head_grid(
         title: of the picture.
 
     Raises:
-        ValueError: where weights is not [H, Lq, Lk], there is not one label for each row or column, or columns is not
-            positive.
+        TypeError, ValueError: where weights is not a tensor [H, Lq, Lk], there is not one label for each row or
+            column, or columns is not positive.
         ImportError: without matplotlib.
     """
     _check_matrices(weights, 3, "[H, Lq, Lk]")
@@ -115,7 +116,7 @@ def received(tokens: Sequence[str], amount: Tensor, *, title: str | None = None)
         title: of the picture.
 
     Raises:
-        ValueError: where there is not one number for each token.
+        TypeError, ValueError: where amount is not a tensor, or there is not one number for each token.
         ImportError: without matplotlib.
     """
     if not isinstance(amount, Tensor):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.testing import assert_close
@@ -272,3 +274,18 @@ def test_override_leaves_what_it_cannot_do_to_pytorch() -> None:
         for ours, x in zip(found, (whole[0][0], whole[1][0]), strict=True):
             assert_close(ours, plain(x, x, x))
     assert mha_ext.compat.sdpa_override is sdpa_override
+
+
+def test_override_knows_how_wide_a_head_may_be_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were kernels for one: 256 columns are the most."""
+    module = sys.modules[sdpa_override.__module__]
+    monkeypatch.setattr(module, "_DEVICES", ("cpu", "cuda"))
+    calls: list[int] = []
+    monkeypatch.setattr(
+        module, "scaled_dot_product_attention", lambda query, *_: calls.append(query.shape[-1])
+    )
+    with FakeTensorMode(), sdpa_override():
+        for device, width in (("cuda", 256), ("cuda", 257), ("cpu", 257), ("cpu", 1024)):
+            x = torch.empty(1, 1, 2, width, device=device)
+            F.scaled_dot_product_attention(x, x, x)
+    assert calls == [256, 257, 1024]

@@ -59,7 +59,11 @@ def replace_attention(model: nn.Module) -> list[Swap]:
 
 
 def from_torch(module: nn.MultiheadAttention) -> MultiheadAttention:
-    """Ours in place of PyTorch's: the same parameters (shared), hooks, mode and results."""
+    """Ours in place of PyTorch's: the same parameters (shared), hooks, mode and results.
+
+    Raises:
+        TypeError: where module is not an `nn.MultiheadAttention` itself, but a subclass or another module.
+    """
     if type(module) is not nn.MultiheadAttention:
         raise TypeError(
             f"module must be an nn.MultiheadAttention itself, not {type(module).__qualname__}; what a subclass "

@@ -18,7 +18,7 @@ from mha_ext.functional import attention
 
 _CORNERS = {CausalVariant.UPPER_LEFT: "upper_left", CausalVariant.LOWER_RIGHT: "lower_right"}
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_MOST_HEAD_DIM = 1024
+_MOST_HEAD_DIM = {"cuda": 256}  # and elsewhere 1024
 _DEVICES = ("meta",) + tuple(
     device
     for device in ("cpu", "cuda")
@@ -162,9 +162,9 @@ def _four_dims(
 class sdpa_override(TorchFunctionMode):
     """``with sdpa_override():`` every `F.scaled_dot_product_attention` inside is ours: of unmodified models too.
 
-    Calls that mha_ext has no kernel for (another device or dtype, nested or sparse tensors, heads wider than 1024)
-    go to PyTorch as before. Works in eager mode, and around or inside a function under `torch.compile`; in the thread
-    that entered it.
+    Calls that mha_ext has no kernel for (another device or dtype, nested or sparse tensors, heads wider than 1024,
+    on CUDA 256) go to PyTorch as before. Works in eager mode, and around or inside a function under `torch.compile`; in
+    the thread that entered it.
 
     Activation checkpointing computes a part of forward again in backward, so backward belongs inside as well. Where it
     is outside, ``checkpoint(..., use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), sdpa_override()))``
@@ -209,7 +209,7 @@ def _has_kernel(query: Any = None, key: Any = None, value: Any = None, **_: Any)
         and tensor.device.type in _DEVICES
         and tensor.dtype in _DTYPES
         and tensor.dim() >= 2
-        and tensor.shape[-1] <= _MOST_HEAD_DIM
+        and tensor.shape[-1] <= _MOST_HEAD_DIM.get(tensor.device.type, 1024)
         for tensor in tensors
     )
 

@@ -16,6 +16,7 @@ from mha_ext.distributed.agree import agree, check_member, shared_seed
 from mha_ext.distributed.order import Order, check_order, positions
 from mha_ext.distributed.sequence import (
     Method,
+    check_method,
     is_of_own_keys,
     sequence_parallel_attention,
     whole_keys,
@@ -163,9 +164,11 @@ def parallelize_attention(
         The model itself. Groups cannot be pickled: save its state_dict.
 
     Raises:
-        ValueError: in the layer's call, for a cache, ``need_weights``, or rotary cross-attention with ``sequence``.
+        ValueError: where order or method is none of theirs; in the layer's call, for a cache, ``need_weights``, or
+            rotary cross-attention with ``sequence``.
     """
     check_order(order)
+    check_method(method)
     for layer in model.modules():
         if isinstance(layer, MultiHeadAttention):
             known = layer.parallel or Layout()

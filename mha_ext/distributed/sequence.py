@@ -20,6 +20,12 @@ from mha_ext.functional import attention_with_lse
 Method: TypeAlias = Literal["auto", "ring", "all_to_all"]
 
 
+def check_method(method: object) -> None:
+    """Raises unless ``method`` is one of the three."""
+    if method not in ("auto", "ring", "all_to_all"):
+        raise ValueError(f'method must be "auto", "ring" or "all_to_all", not {method!r}')
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def sequence_parallel_attention(
     query: Tensor,
@@ -76,7 +82,8 @@ def sequence_parallel_attention(
 
     Raises:
         ValueError, TypeError: on every rank, before any work, where any rank's arguments are refused or differ.
-        RuntimeError: where a rank is gone, or does not answer within the group's timeout.
+        RuntimeError: where torch.distributed is not initialised, or a rank is gone, or does not answer within the
+            group's timeout.
 
     Sources: Liu et al., "Ring Attention with Blockwise Transformers" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
     """
@@ -106,8 +113,7 @@ def sequence_parallel_attention(
     }
 
     def describe() -> dict[str, Any]:
-        if method not in ("auto", "ring", "all_to_all"):
-            raise ValueError(f'method must be "auto", "ring" or "all_to_all", not {method!r}')
+        check_method(method)
         check_order(order)
         _check_origin(origin)
         _check_whole(size, order, tensors, options)

@@ -37,7 +37,8 @@ def custom_translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     reaches the output.
 
     Raises (while exporting):
-        ValueError: dropout is on (call ``model.eval()`` before), or a number of heads or a window is dynamic.
+        torch.onnx.OnnxExporterError: which says why: dropout is on (call ``model.eval()`` before), or a number of
+            heads or a window is dynamic.
     """
     ops = torch.ops.mha_ext
     return {

@@ -138,6 +138,7 @@ def sequence_refusals() -> None:
     refused(ValueError, "need_weights must be False", lambda: plain(x, need_weights=True))
     refused(TypeError, "layer must be", lambda: tensor_parallel_plan(nn.Linear(2, 2)))  # type: ignore[arg-type]
     refused(ValueError, "order must be", lambda: parallelize_attention(plain, order="any"))  # type: ignore[arg-type]
+    refused(ValueError, "method must be", lambda: parallelize_attention(plain, method="foo"))  # type: ignore[arg-type]
     refused(ValueError, "length must be a multiple", lambda: shard_sequence(numbers(1, 3, 2)))
 
 
