@@ -101,8 +101,10 @@ def check_tensors(
         raise TypeError(not_a_tensor("mask", mask))
     if bias is not None and not isinstance(bias, Tensor):
         raise TypeError(not_a_tensor("bias", bias))
-    if key_lengths is not None and not isinstance(key_lengths, Tensor):
-        raise TypeError(not_a_tensor("key_lengths", key_lengths))
+    if key_lengths is not None:
+        if not isinstance(key_lengths, Tensor):
+            raise TypeError(not_a_tensor("key_lengths", key_lengths))
+        check_dense("key_lengths", key_lengths)
 
 
 def check_dense(name: str, tensor: object) -> None:
@@ -141,11 +143,13 @@ def check_all_tensors(
     if not isinstance(value, Tensor):
         raise TypeError(not_a_tensor("value", value))
     check_dense("value", value)
-    if seed is not None and not isinstance(seed, Tensor):
-        raise TypeError(
-            "seed must be an int64 tensor of shape [2] on query's device, "
-            f"not {describe(seed)}; pass torch.tensor([seed, 0], device=query.device)"
-        )
+    if seed is not None:
+        if not isinstance(seed, Tensor):
+            raise TypeError(
+                "seed must be an int64 tensor of shape [2] on query's device, "
+                f"not {describe(seed)}; pass torch.tensor([seed, 0], device=query.device)"
+            )
+        check_dense("seed", seed)
 
 
 def diagonal(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mha_ext.arguments import describe, is_integer
+from mha_ext.arguments import check_dense, describe, is_integer, not_a_tensor
+from mha_ext.layer_arguments import check_parameter_dtype
 
 if TYPE_CHECKING:
     from mha_ext.block import AttentionBlock
@@ -54,6 +55,7 @@ class KVCache:
 
     Raises:
         ValueError: where a size is not an int of at least 0.
+        TypeError: where dtype is not one of the layers.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class KVCache:
         ).items():
             if not is_integer(size) or size < 0:
                 raise ValueError(f"{name} must be an int of at least 0, but is {size!r}")
+        check_parameter_dtype(dtype)
         shape = (batch, kv_heads, max_length)
         # Rows without any visible key may average over what no token has written yet.
         self.key = torch.zeros((*shape, head_dim), device=device, dtype=dtype)
@@ -137,18 +140,21 @@ class KVCache:
 
     def extension(self, key: Tensor, value: Tensor, lengths: Tensor | None = None) -> Extension:
         """`append` up to `commit`: the tokens are written, but behind the end, where nobody sees them."""
+        for name, new, kept in (("key", key, self.key), ("value", value, self.value)):
+            if not isinstance(new, Tensor):
+                raise TypeError(not_a_tensor(name, new))
+            check_dense(name, new)
+            wanted = (*kept.shape[:2], key.shape[-2] if key.dim() > 1 else 1, kept.shape[3])
+            if new.shape != wanted:
+                raise ValueError(
+                    f"{name} must be {list(wanted)} for this cache, but is {list(new.shape)}; make one with "
+                    "KVCache.of(layer, batch, max_length)"
+                )
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise RuntimeError(
                 "key and value must not need gradients where they are cached, but do; call the layer under "
                 "torch.no_grad(), or train on whole sequences with causal=True"
             )
-        for name, new, kept in (("key", key, self.key), ("value", value, self.value)):
-            wanted = [*kept.shape[:2], key.shape[2], kept.shape[3]]
-            if list(new.shape) != wanted:
-                raise ValueError(
-                    f"{name} must be {wanted} for this cache, but is {list(new.shape)}; make one with "
-                    "KVCache.of(layer, batch, max_length)"
-                )
         count = key.shape[2]
         if lengths is not None:
             check_lengths("new_lengths", lengths, len(self.lengths), count)
@@ -224,9 +230,14 @@ class KVCache:
             TypeError, ValueError, IndexError: where ``indices`` is not an integer tensor [n] of sequences.
         """
         _check_indices(indices, len(self.lengths))
+        indices = indices.long()  # PyTorch takes uint8 for a mask
         self.key, self.value = self.key[indices], self.value[indices]
         self.lengths = self.lengths[indices]
         self.longest = self._longest_of(self.lengths, self.longest)
+
+
+def _holds_integers(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def check_lengths(name: str, lengths: object, batch: int, count: int | None = None) -> None:
@@ -235,14 +246,16 @@ def check_lengths(name: str, lengths: object, batch: int, count: int | None = No
         raise TypeError(
             f"{name} must be an integer tensor [{batch}], but is {describe(lengths)}; pass torch.tensor({name})"
         )
-    if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
+    check_dense(name, lengths)
+    if lengths.shape != (batch,) or not _holds_integers(lengths):
         raise ValueError(
             f"{name} must be an integer tensor [{batch}], one for each sequence, but is {lengths.dtype} "
             f"{list(lengths.shape)}"
         )
     if not lengths.is_cpu or not len(lengths):
         return
-    if int(lengths.min()) < 0 or count is not None and int(lengths.max()) > count:
+    least, most = lengths.long().aminmax()  # some integer types have no aminmax
+    if int(least) < 0 or count is not None and int(most) > count:
         allowed = "at least 0" if count is None else f"from 0 to the number of new tokens, {count}"
         raise ValueError(f"{name} must be {allowed}, but are {lengths.tolist()}; clamp them")
 
@@ -253,14 +266,16 @@ def _check_indices(indices: object, batch: int) -> None:
         raise TypeError(
             f"indices must be an integer tensor [n], but is {describe(indices)}; pass torch.tensor(indices)"
         )
-    if indices.dim() != 1 or indices.is_floating_point() or indices.dtype == torch.bool:
+    check_dense("indices", indices)
+    if indices.dim() != 1 or not _holds_integers(indices):
         raise ValueError(
             f"indices must be an integer tensor [n], one for each new sequence, but is {indices.dtype} "
             f"{list(indices.shape)}"
         )
     if not indices.is_cpu or not len(indices):
         return
-    if int(indices.min()) < 0 or int(indices.max()) >= batch:
+    least, most = indices.long().aminmax()
+    if int(least) < 0 or int(most) >= batch:
         raise IndexError(
             f"indices must be from 0 to {batch - 1}, sequences of this cache, but are {indices.tolist()}"
         )
@@ -291,7 +306,11 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     if x.dim() != 4:
         raise ValueError(f"x must be [B, H, L, D], but is {list(x.shape)}; split the heads first")
     check_positions(positions, x.shape[0], x.shape[2])
-    if isinstance(base, bool) or not isinstance(base, int | float) or not 0 < base < math.inf:
+    if (
+        isinstance(base, bool)
+        or not isinstance(base, int | float)
+        or not (0 < base <= sys.float_info.max)
+    ):
         raise ValueError(
             f"base must be a positive number, but is {base!r}; 10000.0 is the usual one"
         )
@@ -316,7 +335,8 @@ def check_positions(positions: object, batch: int, length: int) -> None:
             f"positions must be an integer tensor [{length}] or [{batch}, {length}], but is {describe(positions)}; "
             "pass torch.as_tensor(positions)"
         )
-    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+    check_dense("positions", positions)
+    if not _holds_integers(positions):
         raise TypeError(
             f"positions must be integers, but are {positions.dtype}; pass positions.long()"
         )

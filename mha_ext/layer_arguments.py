@@ -5,14 +5,20 @@ What the functions take is checked in `mha_ext.arguments`.
 
 from __future__ import annotations
 
-import math
 import operator
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mha_ext.arguments import check_dense, check_holds_values, describe, is_integer
+from mha_ext.arguments import (
+    check_dense,
+    check_holds_values,
+    describe,
+    is_integer,
+    not_a_tensor,
+)
 from mha_ext.linear import FastLinear
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -23,8 +29,7 @@ def checked_shape(name: str, length: str, tensor: Tensor, width: int) -> torch.S
         raise TypeError(
             f"{name} must be a tensor [B, {length}, {width}], not {type(tensor).__name__}"
         )
-    if tensor.is_nested:
-        check_dense(name, tensor)
+    check_dense(name, tensor)
     shape = tensor.shape
     if len(shape) != 3 or shape[2] != width:
         raise ValueError(
@@ -70,8 +75,9 @@ def check_rotary(rotary_base: object, head_dim: int) -> None:
             f"rotary_base must be a float or None, not {type(rotary_base).__name__} {rotary_base!r}; "
             "pass 10000.0, the usual one"
         )
-    if not 0 < rotary_base < math.inf:
-        raise ValueError(f"rotary_base must be positive, not {rotary_base}; pass 10000.0")
+    if not 0 < rotary_base <= sys.float_info.max:
+        wanted = "finite" if rotary_base > 0 else "positive"
+        raise ValueError(f"rotary_base must be {wanted}, not {rotary_base}; pass 10000.0")
     if head_dim % 2:
         raise ValueError(
             f"head_dim must be even with rotary_base, not {head_dim}; pass another head_dim"
@@ -94,12 +100,20 @@ def check_parameter_dtype(dtype: object) -> None:
         )
 
 
-def check_covers(name: str, pairs: object, keys: int) -> None:
-    """Raises where a mask or bias beside a cache is of other keys than those before the call and its own."""
-    if isinstance(pairs, Tensor) and pairs.dim() and pairs.shape[-1] not in (1, keys):
+def check_pairs(name: str, pairs: Tensor, query: Tensor, keys: int, which: str = "Lk") -> None:
+    """Raises unless a mask or bias broadcasts to [B, H, Lq, keys]; who has how many heads is seen later."""
+    if not isinstance(pairs, Tensor):
+        raise TypeError(not_a_tensor(name, pairs))
+    check_dense(name, pairs)
+    batch, queries = query.shape[:2]
+    wanted = (batch, None, queries, keys)
+    if pairs.dim() > 4 or any(
+        size != 1 and whole is not None and size != whole
+        for size, whole in zip(pairs.shape, wanted[4 - pairs.dim() :], strict=True)
+    ):
         raise ValueError(
-            f"{name} must cover cache.longest + Lq = {keys} keys, but is {list(pairs.shape)}; column j is of the "
-            "key at position j of each sequence"
+            f"{name} must be [Lq, Lk] or broadcast to [B, H, Lq, Lk], with B = {batch}, Lq = {queries} and "
+            f"{which} = {keys}, but is {list(pairs.shape)}"
         )
 
 
@@ -140,15 +154,7 @@ def join_masks(
     padding = padding[:, None, None, :]
     if mask is None:
         return padding
-    wanted = (batch, None, query.shape[1], keys)  # who has how many heads is seen later
-    if mask.dim() > 4 or any(
-        size != 1 and whole is not None and size != whole
-        for size, whole in zip(mask.shape, wanted[4 - mask.dim() :], strict=True)
-    ):
-        raise ValueError(
-            f"mask must be [Lq, Lk] or broadcast to [B, H, Lq, Lk], with B = {batch}, Lq = {query.shape[1]} and "
-            f"Lk = {keys}, but is {list(mask.shape)}"
-        )
+    check_pairs("mask", mask, query, keys)
     for dim, stride in enumerate(mask.stride()):
         if stride == 0 and mask.shape[dim] > 1:
             mask = mask.narrow(dim, 0, 1)  # an expanded dimension need not be written out
@@ -156,6 +162,7 @@ def join_masks(
 
 
 def _check_not_floating(name: str, mask: Tensor) -> None:
+    check_dense(name, mask)
     check_holds_values(name, mask)
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(

@@ -26,9 +26,9 @@ from mha_ext.functional import (
     weights_from_lse,
 )
 from mha_ext.layer_arguments import (
-    check_covers,
     check_device,
     check_dtype,
+    check_pairs,
     check_parameter_dtype,
     check_rotary,
     checked_shape,
@@ -257,14 +257,20 @@ class MultiHeadAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         self._check_inputs(query, key, value)
+        if need_weights or average_weights:
+            check_flag("need_weights", need_weights)
+            check_flag("average_weights", average_weights)
         if cache is not None or new_lengths is not None or positions is not None:
             self._check_incremental(
                 query, key is query, key_lengths, causal, positions, cache, new_lengths
             )
         past = 0 if cache is None else cache.longest
         if cache is not None:
-            check_covers("mask", mask, past + query.shape[1])
-            check_covers("bias", bias, past + query.shape[1])
+            for name, pairs in (("mask", mask), ("bias", bias)):
+                if pairs is not None:
+                    check_pairs(
+                        name, pairs, query, past + query.shape[1], "Lk = cache.longest + Lq"
+                    )
         if mask is not None or key_padding_mask is not None:
             mask = join_masks(mask, key_padding_mask, query, key, past)
         causal = self.causal if causal is None else causal
@@ -325,24 +331,25 @@ class MultiHeadAttention(nn.Module):
             dropout_p=dropout,
             empty_rows=self.empty_rows,
         )
-        if extension is not None and cache is not None:
-            cache.commit(extension)  # a call that is refused leaves no tokens
         out = projections["out_proj"](out.transpose(1, 2).flatten(2))  # [B, Lq, H·Dv]: a view
-        if not need_weights:
-            return out
-        weights = weigh(
-            q,
-            k,
-            lse,
-            lse_low,
-            mask,
-            bias=bias,
-            key_lengths=key_lengths,
-            causal=causal,
-            window=self.window,
-            empty_rows=self.empty_rows,
-        )
-        return out, weights.mean(1) if average_weights else weights
+        weights = None
+        if need_weights:
+            weights = weigh(
+                q,
+                k,
+                lse,
+                lse_low,
+                mask,
+                bias=bias,
+                key_lengths=key_lengths,
+                causal=causal,
+                window=self.window,
+                empty_rows=self.empty_rows,
+            )
+            weights = weights.mean(1) if average_weights else weights
+        if extension is not None and cache is not None:
+            cache.commit(extension)  # last: a call that raises leaves no tokens
+        return out if weights is None else (out, weights)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         width = self.query_dim

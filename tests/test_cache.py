@@ -131,6 +131,39 @@ def test_masks_beside_new_lengths(empty: bool) -> None:
 
 
 @torch.no_grad()
+def test_a_call_that_raises_leaves_no_tokens() -> None:
+    attention = layer()
+    x = torch.randn(2, 3, 24, dtype=DOUBLE)
+    cache = KVCache.of(attention, batch=2, max_length=9)
+    attention(x, cache=cache)
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("refused")
+
+    hook = attention.out_proj.register_forward_pre_hook(refuse)
+    with pytest.raises(ValueError, match="refused"):
+        attention(x, cache=cache)
+    hook.remove()
+    assert cache.lengths.tolist() == [3, 3]
+    assert_close(attention(x, cache=cache), attention(torch.cat([x, x], 1))[:, 3:])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16])
+@torch.no_grad()
+def test_integers_of_any_width(dtype: torch.dtype) -> None:
+    """PyTorch's own indexing takes uint8 for a mask, and some of the others not at all."""
+    cache = KVCache(3, 1, 4, 1)
+    rows = torch.tensor([10.0, 20.0, 30.0]).view(3, 1, 1, 1)
+    cache.append(rows, rows, torch.tensor([1, 1, 0], dtype=dtype))
+    assert cache.lengths.tolist() == [1, 1, 0]
+    cache.reorder(torch.tensor([2, 0, 1], dtype=dtype))
+    assert cache.lengths.tolist() == [0, 1, 1]
+    assert cache.key[:, 0, 0, 0].tolist() == [0.0, 10.0, 20.0]
+    cache.truncate(torch.tensor([4, 0, 1], dtype=dtype))
+    assert cache.lengths.tolist() == [0, 0, 1]
+
+
+@torch.no_grad()
 def test_of_a_layer_whose_projections_are_wrapped() -> None:
     class Wrapped(torch.nn.Module):
         def __init__(self, inner: torch.nn.Module) -> None:
@@ -198,15 +231,21 @@ def test_errors() -> None:
                 "causal must be True, .* or left out with a cache, .* but is False",
             ),
             ({"new_lengths": [1, 2]}, r"new_lengths must be an integer tensor \[2\], but is list"),
-            ({"mask": torch.ones(2, 3).bool()}, r"mask must broadcast to .*\[2, 4, 3, 3\]"),
-            ({"bias": torch.zeros(2, 3, dtype=DOUBLE)}, r"bias must broadcast to"),
+            (
+                {"mask": torch.ones(3, 1, 3).bool()[None]},
+                r"mask must broadcast to .*\[2, 4, 3, 3\]",
+            ),
+            ({"bias": torch.zeros(2, 3, 3, dtype=DOUBLE)}, r"bias must broadcast to"),
+            ({"mask": torch.ones(2, 3).bool()}, r"mask must be .* Lq = 3 and .*but is \[2, 3\]"),
+            ({"bias": [1.0]}, r"bias must be a tensor, not list \[1.0\]"),
+            ({"bias": torch.zeros(3, 3).to_sparse()}, r"bias must be dense, but is torch.sparse"),
             (
                 {"mask": torch.ones(3, 2).bool()},
-                r"mask must cover cache.longest \+ Lq = 3 keys, but is \[3, 2\]",
+                r"mask must .* Lk = cache.longest \+ Lq = 3, but is \[3, 2\]",
             ),
             (
                 {"bias": torch.zeros(2, dtype=DOUBLE), "new_lengths": torch.tensor([1, 2])},
-                r"bias must cover cache.longest \+ Lq = 3 keys, but is \[2\]",
+                r"bias must .* Lk = cache.longest \+ Lq = 3, but is \[2\]",
             ),
             ({"key_padding_mask": torch.ones(2, 4).bool()}, r"key_padding_mask must be .*\[2, 3\]"),
             ({"positions": torch.arange(3)}, "positions must be None without rotary embedding"),
@@ -259,12 +298,28 @@ def test_errors() -> None:
             with pytest.raises((ValueError, TypeError, IndexError), match=message):
                 call()
         assert cache.lengths.tolist() == [3, 3]
+        token = torch.zeros(2, 2, 1, 6, dtype=DOUBLE)
+        appended: list[tuple[Any, str]] = [
+            (
+                (token[0], token[0]),
+                r"key must be \[2, 2, 1, 6\] for this cache, but is \[2, 1, 6\]",
+            ),
+            ((token, [0.0]), r"value must be a tensor, not list \[0.0\]"),
+            ((token.to_sparse(), token), "key must be dense, but is torch.sparse_coo"),
+        ]
+        for tensors, message in appended:
+            with pytest.raises((ValueError, TypeError), match=message):
+                cache.append(*tensors)
         with pytest.raises(ValueError, match="new_lengths must be None without a cache"):
             attention(x, new_lengths=torch.tensor([1, 2]))
     with pytest.raises(ValueError, match="max_length must be an int of at least 0, but is -1"):
         KVCache(1, 1, -1, 4)
     with pytest.raises(ValueError, match="value_head_dim must be an int of at least 0, but is 1.5"):
         KVCache(1, 1, 4, 4, 1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="dtype must be torch.float32, .* not torch.int64"):
+        KVCache(1, 1, 4, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="rotary_base must be finite, not 1000"):
+        mha_ext.MultiHeadAttention(8, 2, rotary_base=10**400)
     with pytest.raises(ValueError, match="head_dim must be even with rotary_base, not 3"):
         mha_ext.MultiHeadAttention(6, 2, rotary_base=10000.0)
     with pytest.raises(ValueError, match="rotary_base must be positive, not 0"):

@@ -276,6 +276,35 @@ def test_override_leaves_what_it_cannot_do_to_pytorch() -> None:
     assert mha_ext.compat.sdpa_override is sdpa_override
 
 
+@pytest.mark.parametrize(
+    "shapes, options",
+    [
+        (((1, 2, 3, 0), (1, 2, 3, 0), (1, 2, 3, 4)), {}),
+        (((2, 0, 3, 4), (2, 1, 3, 4), (2, 0, 3, 4)), {}),
+        (((2, 0, 3, 4), (2, 0, 3, 4), (2, 0, 3, 4)), {"enable_gqa": True}),
+    ],
+)
+def test_empty_sizes(shapes: tuple[tuple[int, ...], ...], options: dict[str, Any]) -> None:
+    tensors = [torch.randn(shape) for shape in shapes]
+    with sdpa_override():
+        found = F.scaled_dot_product_attention(*tensors, **options)
+    assert_close(found, plain(*tensors, **options))
+
+
+def test_a_float_mask_under_autocast() -> None:
+    """What a layer gives is of autocast's dtype, and the query may still be float32: PyTorch takes both."""
+    query = torch.randn(2, 2, 5, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        bias = F.linear(torch.randn(5, 3), torch.randn(5, 3))
+        found = scaled_dot_product_attention(query, query, query, bias)
+        assert bias.dtype == found.dtype == torch.bfloat16
+        assert_close(found, plain(query, query, query, bias))
+    with pytest.raises(TypeError, match="attn_mask must be bool, torch.float32, but is torch.bf"):
+        scaled_dot_product_attention(query, query, query, bias)
+    with pytest.raises(TypeError, match="attn_mask must be dense, but is torch.sparse_coo"):
+        scaled_dot_product_attention(query, query, query, bias.float().to_sparse())
+
+
 def test_override_knows_how_wide_a_head_may_be_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were kernels for one: 256 columns are the most."""
     module = sys.modules[sdpa_override.__module__]

@@ -39,6 +39,11 @@ BOTH = [
         ["mask must be dense", "mask.to_dense()"],
     ),
     (
+        {"key_lengths": LENGTHS.to_sparse()},
+        TypeError,
+        ["key_lengths must be dense", "key_lengths.to_dense()"],
+    ),
+    (
         {"bias": causal_upper_left(6, 6)},
         TypeError,
         ["bias must hold values", "CausalBias", 'causal="upper_left"'],
@@ -108,6 +113,15 @@ def test_attention(options: dict[str, Any], error: type[Exception], words: list[
 @pytest.mark.parametrize("options, error, words", BOTH + WEIGHTS)
 def test_weights(options: dict[str, Any], error: type[Exception], words: list[str]) -> None:
     check(lambda: weigh(**options), error, words)
+
+
+def test_a_seed_must_be_dense() -> None:
+    seed = torch.tensor([1, 2]).to_sparse()
+    check(
+        lambda: mha_ext.attention(QUERY, QUERY, QUERY, dropout_p=0.1, seed=seed),
+        TypeError,
+        ["seed must be dense", "seed.to_dense()"],
+    )
 
 
 def test_query_and_value_must_be_tensors() -> None:
@@ -236,6 +250,24 @@ FORWARD = [
         ["mask", "B = 2", "[3, 1, 5, 5]"],
     ),
     ((X, X[:, :4]), {"causal": True}, ValueError, ["causal", "Lq = 5", "Lk = 4"]),
+    ((X.to_sparse(),), {}, TypeError, ["query must be dense", "query.to_dense()"]),
+    (
+        (X,),
+        {
+            "mask": torch.eye(5).bool().to_sparse(),
+            "key_padding_mask": torch.ones(2, 5).bool(),
+        },
+        TypeError,
+        ["mask must be dense", "mask.to_dense()"],
+    ),
+    (
+        (X,),
+        {"key_padding_mask": torch.ones(2, 5).bool().to_sparse()},
+        TypeError,
+        ["key_padding_mask must be dense", "key_padding_mask.to_dense()"],
+    ),
+    ((X,), {"need_weights": "no"}, TypeError, ["need_weights must be True or False", "'no'"]),
+    ((X,), {"average_weights": 1}, TypeError, ["average_weights must be True or False", "int 1"]),
 ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
-from mha_ext.arguments import not_a_tensor
+from mha_ext.arguments import check_dense, not_a_tensor
 from mha_ext.functional import attention
 
 _CORNERS = {CausalVariant.UPPER_LEFT: "upper_left", CausalVariant.LOWER_RIGHT: "lower_right"}
@@ -74,7 +74,12 @@ def scaled_dot_product_attention(
         if not isinstance(tensor, Tensor):
             raise TypeError(not_a_tensor(name, tensor))
         if name == "attn_mask":
-            if tensor.dtype not in (torch.bool, torch.float32, query.dtype):
+            check_dense(name, tensor)
+            device = query.device.type
+            if tensor.dtype not in (torch.bool, torch.float32, query.dtype) and not (
+                torch.is_autocast_enabled(device)
+                and tensor.dtype == torch.get_autocast_dtype(device)
+            ):
                 own = "" if query.dtype == torch.float32 else f"{query.dtype} or "
                 raise TypeError(
                     f"attn_mask must be bool, {own}torch.float32, but is {tensor.dtype}; pass "
@@ -90,7 +95,7 @@ def scaled_dot_product_attention(
     key, value = (_four_dims(tensor, lead, keep_heads=True) for tensor in (key, value))
     if key.shape[1] != value.shape[1]:
         heads = math.lcm(key.shape[1], value.shape[1])
-        key, value = (t.repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
+        key, value = (t.repeat_interleave(heads // max(1, t.shape[1]), 1) for t in (key, value))
     if dropout_p == 1.0:  # nothing is left, and nothing gets a gradient: as behind a mask
         attn_mask, causal, dropout_p = query.new_zeros((1, 1), dtype=torch.bool), False, 0.0
     pairs = None
@@ -126,7 +131,7 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tup
     if enable_gqa and all(shapes):
         heads = shapes[0][-1]
         for name, shape in (("key", shapes[1]), ("value", shapes[2])):
-            if shape[-1] == 0 or heads % shape[-1]:
+            if shape[-1] != heads and (shape[-1] == 0 or heads % shape[-1]):
                 raise ValueError(
                     f"{name} must have a number of heads that divides query's {heads}, but has {shape[-1]}; "
                     "each of its heads serves equally many of query's"
@@ -162,9 +167,9 @@ def _four_dims(
 class sdpa_override(TorchFunctionMode):
     """``with sdpa_override():`` every `F.scaled_dot_product_attention` inside is ours: of unmodified models too.
 
-    Calls that mha_ext has no kernel for (another device or dtype, nested or sparse tensors, heads wider than 1024,
-    on CUDA 256) go to PyTorch as before. Works in eager mode, and around or inside a function under `torch.compile`; in
-    the thread that entered it.
+    Calls that mha_ext has no kernel for (another device or dtype, nested or sparse tensors, heads of width 0 or wider
+    than 1024, on CUDA 256) go to PyTorch as before. Works in eager mode, and around or inside a function under
+    `torch.compile`; in the thread that entered it.
 
     Activation checkpointing computes a part of forward again in backward, so backward belongs inside as well. Where it
     is outside, ``checkpoint(..., use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), sdpa_override()))``
@@ -195,13 +200,17 @@ class sdpa_override(TorchFunctionMode):
 
 
 def _where_there_is_a_kernel(*args: Any, **kwargs: Any) -> Tensor:
-    if _has_kernel(*args[:3], **kwargs):
+    if _has_kernel(*args, **kwargs):
         return scaled_dot_product_attention(*args, **kwargs)
     return F.scaled_dot_product_attention(*args, **kwargs)
 
 
-def _has_kernel(query: Any = None, key: Any = None, value: Any = None, **_: Any) -> bool:
+def _has_kernel(
+    query: Any = None, key: Any = None, value: Any = None, attn_mask: Any = None, *_: Any, **__: Any
+) -> bool:
     tensors = (query, key, value)
+    if isinstance(attn_mask, Tensor) and (attn_mask.is_nested or attn_mask.layout != torch.strided):
+        return False
     return all(
         isinstance(tensor, Tensor)
         and not tensor.is_nested
@@ -209,7 +218,7 @@ def _has_kernel(query: Any = None, key: Any = None, value: Any = None, **_: Any)
         and tensor.device.type in _DEVICES
         and tensor.dtype in _DTYPES
         and tensor.dim() >= 2
-        and tensor.shape[-1] <= _MOST_HEAD_DIM.get(tensor.device.type, 1024)
+        and 0 < tensor.shape[-1] <= _MOST_HEAD_DIM.get(tensor.device.type, 1024)
         for tensor in tensors
     )
 
