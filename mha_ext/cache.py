@@ -171,16 +171,26 @@ class KVCache:
         if same:  # all at the same place: slices
             self.key[:, :, longest - count : longest] = key
             self.value[:, :, longest - count : longest] = value
-        else:
-            place = self.positions(count, lengths)
-            batch = torch.arange(len(grown), device=grown.device)[:, None].expand_as(place)
-            real = None if lengths is None else place >= self.lengths[:, None]  # [B, L]
-            if real is not None:
-                batch, place = batch[real], place[real]
-            for buffer, new in ((self.key, key), (self.value, value)):
-                rows = new.transpose(1, 2)  # [B, L, Hkv, D]
-                buffer.transpose(1, 2)[batch, place] = rows if real is None else rows[real]
+        elif self.max_length:
+            self._scatter(key, value, lengths)
         return Extension(self.key[:, :, :longest], self.value[:, :, :longest], grown, longest, same)
+
+    def _scatter(self, key: Tensor, value: Tensor, new_lengths: Tensor | None) -> None:
+        """Writes each sequence's tokens behind its own end. No shape depends on the lengths: nothing is waited for."""
+        batch = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
+        place = self.positions(key.shape[2], new_lengths)  # [B, L]
+        if new_lengths is not None:
+            # In the place of padding stands the first token that is real, where one is.
+            new = new_lengths.to(self.lengths)[:, None]
+            last = key.shape[2] - 1
+            token = (place - self.lengths[:, None]).clamp_min(0) + (last + 1 - new)
+            place = torch.maximum(place, self.lengths[:, None]).clamp_max(self.max_length - 1)
+        for buffer, rows in ((self.key, key), (self.value, value)):
+            kept, rows = buffer.transpose(1, 2), rows.transpose(1, 2).to(buffer.dtype)
+            if new_lengths is not None:
+                rows = rows[batch, token.clamp(0, last)]
+                rows = torch.where((new > 0)[..., None, None], rows, kept[batch, place])
+            kept[batch, place] = rows
 
     def commit(self, extension: Extension) -> None:
         """The tokens of an `extension` are part of the past."""
@@ -188,8 +198,8 @@ class KVCache:
 
     def _longest_of(self, lengths: Tensor, bound: int) -> int:
         """The largest of the lengths, or, rather than wait for a device, a bound that the buffers hold."""
-        cheap = lengths.is_cpu and not torch.compiler.is_compiling()
-        if len(lengths) and (cheap or bound > self.max_length):
+        needed = bound > self.max_length and len(lengths) and not lengths.is_meta
+        if needed or _can_be_read(lengths):
             return int(lengths.max())
         return bound
 
@@ -236,6 +246,11 @@ class KVCache:
         self.longest = self._longest_of(self.lengths, self.longest)
 
 
+def _can_be_read(tensor: Tensor) -> bool:
+    """Whether it has numbers that can be looked at without waiting for a device, or leaving a graph."""
+    return tensor.is_cpu and len(tensor) > 0 and not torch.compiler.is_compiling()
+
+
 def _holds_integers(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
@@ -252,7 +267,7 @@ def check_lengths(name: str, lengths: object, batch: int, count: int | None = No
             f"{name} must be an integer tensor [{batch}], one for each sequence, but is {lengths.dtype} "
             f"{list(lengths.shape)}"
         )
-    if not lengths.is_cpu or not len(lengths):
+    if not _can_be_read(lengths):
         return
     least, most = lengths.long().aminmax()  # some integer types have no aminmax
     if int(least) < 0 or count is not None and int(most) > count:
@@ -272,7 +287,7 @@ def _check_indices(indices: object, batch: int) -> None:
             f"indices must be an integer tensor [n], one for each new sequence, but is {indices.dtype} "
             f"{list(indices.shape)}"
         )
-    if not indices.is_cpu or not len(indices):
+    if not _can_be_read(indices):
         return
     least, most = indices.long().aminmax()
     if int(least) < 0 or int(most) >= batch:

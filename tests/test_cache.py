@@ -148,6 +148,51 @@ def test_a_call_that_raises_leaves_no_tokens() -> None:
     assert_close(attention(x, cache=cache), attention(torch.cat([x, x], 1))[:, 3:])
 
 
+@torch.no_grad()
+def test_no_shape_depends_on_what_a_device_holds() -> None:
+    """`longest` is a bound there, and what is refused by it says so."""
+    attention = layer().to("meta")
+    x = torch.randn(2, 6, 24, device="meta", dtype=DOUBLE)
+    cache = KVCache.of(attention, batch=2, max_length=9)
+    found = attention(x, cache=cache, new_lengths=torch.tensor([3, 0], device="meta"))
+    assert found.shape == (2, 6, 24) and cache.longest == 6
+    with pytest.raises(ValueError, match="max_length must be at least 12 for these tokens, but is"):
+        attention(x, cache=cache)
+
+
+@torch.no_grad()
+def test_compiled_in_one_graph() -> None:
+    attention = layer()
+    x, lengths = torch.randn(2, 5, 24, dtype=DOUBLE), torch.tensor([3, 5])
+    plain, compiled = (KVCache.of(attention, batch=2, max_length=9) for _ in range(2))
+
+    def prompt(cache: KVCache) -> Tensor:
+        found: Tensor = attention(x, cache=cache, new_lengths=lengths)
+        return found
+
+    wanted = prompt(plain)
+    found = torch.compile(prompt, backend="aot_eager", fullgraph=True)(compiled)
+    assert_close(found[0, 2:], wanted[0, 2:])
+    assert_close(found[1], wanted[1])
+    assert compiled.lengths.tolist() == [3, 5]
+    assert_close(attention(x[:, :2], cache=compiled), attention(x[:, :2], cache=plain))
+
+
+@torch.no_grad()
+def test_padding_is_written_nowhere() -> None:
+    """Also where a sequence gets nothing, is full, or is of no length at all."""
+    cache = KVCache(3, 1, 3, 1)
+    rows = torch.arange(1.0, 10.0).view(3, 1, 3, 1)
+    cache.append(rows, rows, torch.tensor([3, 1, 0]))
+    assert cache.key.flatten(1).tolist() == [[1, 2, 3], [6, 0, 0], [0, 0, 0]]
+    cache.append(-rows, -rows, torch.tensor([0, 2, 0]))
+    assert cache.key.flatten(1).tolist() == [[1, 2, 3], [6, -5, -6], [0, 0, 0]]
+    assert torch.equal(cache.key, cache.value) and cache.lengths.tolist() == [3, 3, 0]
+    none = KVCache(3, 1, 0, 1)
+    none.append(rows, rows, torch.tensor([0, 0, 0]))
+    assert none.longest == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16])
 @torch.no_grad()
 def test_integers_of_any_width(dtype: torch.dtype) -> None:
