@@ -49,9 +49,9 @@ class KVCache:
     Attributes:
         key: [batch, kv_heads, max_length, head_dim]; value: [..., value_head_dim].
         lengths: int64 [batch]: how many tokens of each sequence are there.
-        longest: the largest of them. On another device than the CPU it may be more after ``new_lengths``, since the
-            number itself would have to be waited for. A mask, bias or key_padding_mask of the next L tokens has
-            longest + L keys: column j is of the key at position j of each sequence.
+        longest: the largest of them. On another device than the CPU, and in a compiled call, it may be more after
+            ``new_lengths``, since the number itself would have to be waited for. A mask, bias or key_padding_mask of
+            the next L tokens has longest + L keys: column j is of the key at position j of each sequence.
 
     Raises:
         ValueError: where a size is not an int of at least 0.

@@ -158,7 +158,11 @@ def join_masks(
     for dim, stride in enumerate(mask.stride()):
         if stride == 0 and mask.shape[dim] > 1:
             mask = mask.narrow(dim, 0, 1)  # an expanded dimension need not be written out
-    return torch.logical_and(mask, padding)
+    return _nonzero(mask) & _nonzero(padding)
+
+
+def _nonzero(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask != 0
 
 
 def _check_not_floating(name: str, mask: Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mha_ext.arguments import describe, is_integer
 from mha_ext.modules import MultiHeadAttention
 
 if TYPE_CHECKING:
@@ -82,6 +83,10 @@ def head_grid(
     queries, keys = _labels(weights[0], query_tokens, key_tokens)
     heads = weights.shape[0]
     columns = math.ceil(math.sqrt(heads)) if columns is None else columns
+    if not is_integer(columns):
+        raise TypeError(
+            f"columns must be an int, the heads in a row of the grid, not {describe(columns)}"
+        )
     if columns < 1:
         raise ValueError(f"columns must be from 1, the heads in a row of the grid, not {columns}")
     rows = math.ceil(heads / columns)

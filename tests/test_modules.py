@@ -216,7 +216,7 @@ def test_masks_are_not_expanded() -> None:
     assert the_mask_passed(layer, x, mask=expanded, key_padding_mask=padding).numel() == 75
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.uint16])
 def test_the_two_masks_together(dtype: torch.dtype) -> None:
     """Nonzero in both = attend, for every integer dtype (2 & 1 would be 0)."""
     layer, x = mha_ext.MultiHeadAttention(16, 4), torch.randn(3, 5, 16)

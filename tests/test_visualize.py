@@ -134,6 +134,8 @@ def test_bad_input() -> None:
         visualize.received(["a"], [1.0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="columns must be from 1, .* not 0"):
         visualize.head_grid(torch.ones(2, 3, 3), columns=0)
+    with pytest.raises(TypeError, match="columns must be an int, .* not float 1.5"):
+        visualize.head_grid(torch.ones(2, 3, 3), columns=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"weights must be \[Lq, Lk\].* \[2, 3, 4\]; select"):
         visualize.heatmap(torch.rand(2, 3, 4))
     with pytest.raises(ValueError, match=r"weights must be \[H, Lq, Lk\].* \[0, 3, 4\]"):

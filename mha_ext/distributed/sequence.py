@@ -8,7 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mha_ext.arguments import Causal, EmptyRows, Window, diagonal, is_integer, scale_of
+from mha_ext.arguments import (
+    Causal,
+    EmptyRows,
+    Window,
+    check_dense,
+    check_holds_values,
+    diagonal,
+    is_integer,
+    scale_of,
+)
 from mha_ext.distributed import costs
 from mha_ext.distributed.agree import agree, check_member, shared_seed
 from mha_ext.distributed.alltoall import all_to_all
@@ -137,6 +146,7 @@ def sequence_parallel_attention(
             "needing a gradient": _needs_gradient(query, key, value, bias),
             "return_lse": bool(return_lse),
             **options,
+            "window": None if window is None else tuple(window),
         }
 
     if check:
@@ -228,6 +238,8 @@ def _check_whole(
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+        check_dense(name, tensor)
+        check_holds_values(name, tensor)
         if hasattr(tensor, "device_mesh"):
             raise TypeError(
                 f"{name} must be this rank's shard, a plain tensor, not a DTensor; pass {name}.to_local()"
@@ -256,7 +268,9 @@ def _check_whole(
             shape[-2] *= size
         elif name == "mask" and key.dim() == 4 and is_of_own_keys(tensor, key.shape[2], size):
             shape[-1] = keys
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+        inputs = name in ("query", "key", "value")
+        dtype = _autocast_dtype(tensor) if inputs else tensor.dtype  # meta has no autocast
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     given = {name: whole(name, tensor) for name, tensor in tensors.items()}
     if given["seed"] is None:
@@ -264,7 +278,8 @@ def _check_whole(
     attention_with_lse(**given, **options)  # type: ignore[arg-type]
     lengths = tensors["key_lengths"]
     if lengths is not None and len(lengths):
-        if not 0 <= int(lengths.min()) <= int(lengths.max()) <= keys:
+        least, most = lengths.long().aminmax()
+        if not 0 <= int(least) <= int(most) <= keys:
             raise ValueError(
                 f"key_lengths must be from 0 to the length of the whole key, {keys}, but are {lengths.tolist()}; pass "
                 f"key_lengths.clamp(0, {keys})"
@@ -293,9 +308,14 @@ def _needs_gradient(*tensors: Tensor | None) -> list[bool]:
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """What the operators make of query, key and value under autocast."""
+    """What the operators make of query, key and value under autocast: float64 stays."""
     device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+    casts = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return (
+        torch.get_autocast_dtype(device)
+        if casts and torch.is_autocast_enabled(device)
+        else tensor.dtype
+    )
 
 
 def is_of_own_keys(mask: Tensor, keys: int, size: int) -> bool:

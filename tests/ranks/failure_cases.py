@@ -97,6 +97,13 @@ def arguments() -> None:
     refused(ValueError, "even number of rows", lambda: ring_attention(odd, odd, odd))
     long = torch.tensor([8 * dist.get_world_size() + 1])
     refused(ValueError, "key_lengths must be", lambda: ring_attention(x, x, x, key_lengths=long))
+    for name, sparse in (("query", x.to_sparse()), ("bias", x[0, 0].to_sparse())):
+        given = {"query": x, "key": x, "value": x} | ({name: sparse} if last() else {})
+        refused(
+            TypeError if last() else ValueError,
+            f"{name} must be dense",
+            lambda given=given: ring_attention(**given),
+        )
     few = x[:, :1]
     refused(
         ValueError,

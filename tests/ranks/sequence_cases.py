@@ -110,6 +110,31 @@ def in_every_way(problem: cases.Problem) -> None:
             compare(problem, method, order)
 
 
+def under_autocast() -> None:
+    """float64 stays, everything else is cast before it is looked at, as in one process."""
+    x = torch.randn(1, 4, 16, 8)
+    half, bias = x.bfloat16(), torch.randn(16)
+    of_keys = torch.tensor([16], dtype=torch.uint16)
+    cut = partial(shard_sequence, dim=2)
+    for query, key, value, options in (
+        (x.double(), x.double(), x.double(), {}),
+        (x, half, half, {}),
+        (half, half, x, {}),
+        (x, x, x, {"bias": bias.bfloat16()}),
+        (x, x, x, {"bias": bias, "key_lengths": of_keys}),
+    ):
+        with torch.autocast("cpu", torch.bfloat16):
+            one = mha_ext.attention(query, key, value, **options)
+            for method in methods(PLAIN):
+                found = sequence_parallel_attention(
+                    cut(query), cut(key), cut(value), method=method, **options
+                )
+                whole = unshard_sequence(found, dim=2)
+                assert whole.dtype == one.dtype
+                tight = TIGHT if one.dtype == torch.float64 else {"atol": 0.05, "rtol": 0.05}
+                torch.testing.assert_close(whole, one, **tight)
+
+
 CASES: dict[str, Callable[[], Any]] = {
     name: partial(in_every_way, problem) for name, problem in PROBLEMS.items()
-}
+} | {"under autocast": under_autocast}
