@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mha_ext.arguments import check_dense, describe, is_integer, not_a_tensor
-from mha_ext.layer_arguments import check_parameter_dtype
+from mha_ext.arguments import Causal, check_dense, describe, is_integer, not_a_tensor
+from mha_ext.layer_arguments import check_device, check_parameter_dtype
 
 if TYPE_CHECKING:
     from mha_ext.block import AttentionBlock
@@ -55,7 +55,7 @@ class KVCache:
 
     Raises:
         ValueError: where a size is not an int of at least 0.
-        TypeError: where dtype is not one of the layers.
+        TypeError: where dtype is not one that a layer may have.
     """
 
     def __init__(
@@ -253,6 +253,67 @@ def _can_be_read(tensor: Tensor) -> bool:
 
 def _holds_integers(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def check_incremental(
+    query: Tensor,
+    is_self: bool,
+    key_lengths: Tensor | None,
+    causal: Causal | None,
+    rotary_base: float | None,
+    positions: Tensor | None,
+    cache: KVCache | None,
+    new_lengths: Tensor | None,
+) -> None:
+    """Raises where what a layer is given beside a cache, or for rotary embedding, does not fit."""
+    if positions is not None:
+        if rotary_base is None:
+            raise ValueError(
+                "positions must be None without rotary embedding, but is a tensor; build the layer with "
+                "rotary_base=10000.0"
+            )
+        if not is_self:
+            raise ValueError(
+                "positions must be None with a key of its own, but is a tensor; they count 0, 1, 2 ... there"
+            )
+        check_positions(positions, query.shape[0], query.shape[1])
+        check_device("positions", positions, query)
+    if cache is None:
+        if new_lengths is not None:
+            raise ValueError(
+                "new_lengths must be None without a cache, but is a tensor; pass key_lengths for padding"
+            )
+        return
+    if not isinstance(cache, KVCache):
+        raise TypeError(
+            f"cache must be a mha_ext.KVCache, not {type(cache).__name__}; make one with KVCache.of(layer, batch, "
+            "max_length)"
+        )
+    if not is_self:
+        raise ValueError(
+            "key must be None with a cache, but is a tensor; the cache holds the past of query itself"
+        )
+    if key_lengths is not None:
+        raise ValueError(
+            "key_lengths must be left out with a cache, which counts its own tokens; pass new_lengths for prompts "
+            "of different lengths"
+        )
+    if causal is not None and causal not in (True, "lower_right"):
+        raise ValueError(
+            f'causal must be True, "lower_right" or left out with a cache, which is causal, but is {causal!r}'
+        )
+    if cache.key.shape[0] != query.shape[0]:
+        raise ValueError(
+            f"cache must have query's batch size {query.shape[0]}, but has {cache.key.shape[0]}; make one with "
+            "KVCache.of(layer, batch, max_length)"
+        )
+    if cache.key.device != query.device:
+        raise ValueError(
+            f"cache must be on query's device {query.device}, not {cache.key.device}; make one with "
+            "KVCache.of(layer, batch, max_length)"
+        )
+    if new_lengths is not None:
+        check_lengths("new_lengths", new_lengths, query.shape[0], query.shape[1])
 
 
 def check_lengths(name: str, lengths: object, batch: int, count: int | None = None) -> None:

@@ -18,7 +18,7 @@ from mha_ext.arguments import (
     check_flag,
     check_window,
 )
-from mha_ext.cache import KVCache, check_lengths, check_positions, rotate
+from mha_ext.cache import KVCache, check_incremental, rotate
 from mha_ext.functional import (
     attention_with_lse,
     merged_attention,
@@ -26,7 +26,6 @@ from mha_ext.functional import (
     weights_from_lse,
 )
 from mha_ext.layer_arguments import (
-    check_device,
     check_dtype,
     check_pairs,
     check_parameter_dtype,
@@ -261,8 +260,15 @@ class MultiHeadAttention(nn.Module):
             check_flag("need_weights", need_weights)
             check_flag("average_weights", average_weights)
         if cache is not None or new_lengths is not None or positions is not None:
-            self._check_incremental(
-                query, key is query, key_lengths, causal, positions, cache, new_lengths
+            check_incremental(
+                query,
+                key is query,
+                key_lengths,
+                causal,
+                self.rotary_base,
+                positions,
+                cache,
+                new_lengths,
             )
         past = 0 if cache is None else cache.longest
         if cache is not None:
@@ -374,65 +380,6 @@ class MultiHeadAttention(nn.Module):
                 f"value must have key's batch size and length {list(key_shape[:2])}, "
                 f"not {list(value_shape[:2])}; pass one value for each key"
             )
-
-    def _check_incremental(
-        self,
-        query: Tensor,
-        is_self: bool,
-        key_lengths: Tensor | None,
-        causal: Causal | None,
-        positions: Tensor | None,
-        cache: KVCache | None,
-        new_lengths: Tensor | None,
-    ) -> None:
-        if positions is not None:
-            if self.rotary_base is None:
-                raise ValueError(
-                    "positions must be None without rotary embedding, but is a tensor; build the layer with "
-                    "rotary_base=10000.0"
-                )
-            if not is_self:
-                raise ValueError(
-                    "positions must be None with a key of its own, but is a tensor; they count 0, 1, 2 ... there"
-                )
-            check_positions(positions, query.shape[0], query.shape[1])
-            check_device("positions", positions, query)
-        if cache is None:
-            if new_lengths is not None:
-                raise ValueError(
-                    "new_lengths must be None without a cache, but is a tensor; pass key_lengths for padding"
-                )
-            return
-        if not isinstance(cache, KVCache):
-            raise TypeError(
-                f"cache must be a mha_ext.KVCache, not {type(cache).__name__}; make one with KVCache.of(layer, batch, "
-                "max_length)"
-            )
-        if not is_self:
-            raise ValueError(
-                "key must be None with a cache, but is a tensor; the cache holds the past of query itself"
-            )
-        if key_lengths is not None:
-            raise ValueError(
-                "key_lengths must be left out with a cache, which counts its own tokens; pass new_lengths for prompts "
-                "of different lengths"
-            )
-        if causal is not None and causal not in (True, "lower_right"):
-            raise ValueError(
-                f'causal must be True, "lower_right" or left out with a cache, which is causal, but is {causal!r}'
-            )
-        if cache.key.shape[0] != query.shape[0]:
-            raise ValueError(
-                f"cache must have query's batch size {query.shape[0]}, but has {cache.key.shape[0]}; make one with "
-                "KVCache.of(layer, batch, max_length)"
-            )
-        if cache.key.device != query.device:
-            raise ValueError(
-                f"cache must be on query's device {query.device}, not {cache.key.device}; make one with "
-                "KVCache.of(layer, batch, max_length)"
-            )
-        if new_lengths is not None:
-            check_lengths("new_lengths", new_lengths, query.shape[0], query.shape[1])
 
     def extra_repr(self) -> str:
         shown = {"embed_dim": self.embed_dim, "num_heads": self.num_heads}
