@@ -273,6 +273,12 @@ def test_override_leaves_what_it_cannot_do_to_pytorch() -> None:
         found = F.scaled_dot_product_attention(ragged, ragged, ragged).unbind()
         for ours, x in zip(found, (whole[0][0], whole[1][0]), strict=True):
             assert_close(ours, plain(x, x, x))
+    sparse = torch.ones(3, 3).to_sparse()  # as a mask: whatever PyTorch says of it
+    with pytest.raises(Exception) as theirs:
+        F.scaled_dot_product_attention(*[whole[0]] * 3, sparse)
+    with sdpa_override(), pytest.raises(theirs.type) as ours:
+        F.scaled_dot_product_attention(*[whole[0]] * 3, sparse)
+    assert str(ours.value) == str(theirs.value)
     assert mha_ext.compat.sdpa_override is sdpa_override
 
 
