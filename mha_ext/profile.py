@@ -160,6 +160,12 @@ def measure(settings: Settings) -> list[Result]:
             f"{torch.cuda.device_count()} CUDA devices"
         )
     if settings.threads is not None:
+        most = os.cpu_count() or settings.threads
+        if not 1 <= settings.threads <= most:
+            raise ValueError(
+                f"threads must be from 1 to {most}, the processors of this machine, "
+                f"but is {settings.threads}"
+            )
         torch.set_num_threads(settings.threads)
     threads = torch.get_num_threads()
     dtype = DTYPES[settings.dtype]

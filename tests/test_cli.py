@@ -160,6 +160,7 @@ def test_how_far_off_a_result_is() -> None:
         (["--dropout", "1"], "dropout must be at least 0 and below 1"),
         (["--dropout", "nan"], "dropout must be at least 0 and below 1"),
         (["--seconds", "-1"], "--seconds: must be a number above 0"),
+        (["--threads", "99999"], "threads must be from 1 to "),
         (["--dtype", "int8"], "--dtype"),
         (["--device", "abacus"], "device must be cpu, cuda or cuda:N"),
         (["--device", "meta"], "device must be cpu, cuda or cuda:N"),

@@ -99,6 +99,19 @@ def test_kernels() -> None:
     assert any("all that this call may use" in reason for reason in tiled.why)
 
 
+def test_memory_is_worth_threads_where_it_binds() -> None:
+    torch.set_num_threads(2)
+    query, key = torch.empty(1, 1, 1, 64, device="meta"), torch.empty(1, 1, 1000, 64, device="meta")
+    few = mha_ext.explain(query, key, key)  # 512 KB, and a quarter of a million operations
+    assert few.forward.threads == 2 and few.backward.threads == 2
+    window = mha_ext.explain(query, key, key, causal="lower_right", window=(60, None))
+    assert window.forward.threads == 1 and window.backward.threads == 1
+    short = torch.empty(1, 24, 16, 32, device="meta")  # 196 KB, and 0.8 million operations
+    assert mha_ext.explain(short, short, short).forward.threads == 2
+    half = short[:, :12]
+    assert mha_ext.explain(half, half, half).forward.threads == 1
+
+
 def test_heads_side_by_side_leave_every_thread_a_task() -> None:
     """Few queries take heads together only as far as the tasks are enough for the threads."""
     query = torch.empty(1, 1, 32, 128, device="meta").transpose(1, 2)

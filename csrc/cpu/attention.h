@@ -1,5 +1,6 @@
 // What the operators of the CPU key share: the size of a problem, its tasks, its directions.
 #pragma once
+#include <algorithm>
 #include <vector>
 
 #include "../ops.h"
@@ -25,9 +26,15 @@ inline void set_lse(Groups<Attention>& groups, const Tensor& lse, const Optional
   set(groups, &Attention::lse, lse, keep);
   if (lse_low) set(groups, &Attention::lse_low, *lse_low, keep);
 }
+// Keys that a query sees at most; those of a window, where it has two ends.
+inline double keys_in_sight(const Attention& a) {
+  const double keys = static_cast<double>(a.keys);
+  if (!a.band.left_bounded || !a.band.right_bounded) return keys;
+  const double window = static_cast<double>(a.band.left) + static_cast<double>(a.band.right) + 1;
+  return std::clamp(window, 0.0, keys);
+}
 inline double pair_count(const Attention& a) {
-  return static_cast<double>(a.batch * a.heads) * static_cast<double>(a.queries) *
-         static_cast<double>(a.keys);
+  return static_cast<double>(a.batch * a.heads) * static_cast<double>(a.queries) * keys_in_sight(a);
 }
 
 // The directions of one call, for each group.

@@ -32,7 +32,7 @@ void set_tasks(Pass& pass, const TaskPlan& tasks) {
   const std::string threads = counted(tasks.threads, "thread: ", "threads: ");
   switch (tasks.limit) {
     case ThreadLimit::kWork:
-      pass.why.push_back(threads + "one more is woken for each million operations");
+      pass.why.push_back(threads + "one more is woken for each million operations, or 160 KB");
       break;
     case ThreadLimit::kTasks:
       pass.why.push_back(threads + "there are no more tasks");

@@ -18,9 +18,9 @@ template <class Run>
 void run_blocks(const GradProblem& p, const Run& run) {
   const Attention& a = p.groups[0];
   const int64_t blocks = query_blocks(a), tasks = a.batch * a.heads * blocks;
-  const double flops = 2 * static_cast<double>(p.count * a.batch * a.heads * a.queries) *
-                       static_cast<double>(a.value_dim);
-  for_each_task(p.count * tasks, flops, 0, [&](int64_t index, void*) {
+  const double bytes = 2 * static_cast<double>(p.count * a.batch * a.heads * a.queries) *
+                       static_cast<double>(a.value_dim * item_size(a));
+  for_each_task(p.count * tasks, flops_worth(bytes), 0, [&](int64_t index, void*) {
     const QueryTask q = query_task(a, index % tasks, blocks);
     run(index / tasks, q.batch, q.head, q.part);
   });
@@ -51,7 +51,8 @@ void run_ranges(const GradProblem& p, const RunRange& run_range) {
     });
     if (!partial) continue;
     const int64_t blocks = query_blocks(a), group_rows = a.batch * a.heads;
-    for_each_task(count * shared * blocks, static_cast<double>(count * plan.head_bytes), 0,
+    for_each_task(count * shared * blocks,
+                  flops_worth(static_cast<double>(count * plan.head_bytes)), 0,
                   [&](int64_t task, void*) {
                     const int64_t head = task / blocks, row = first * shared + head;
                     p.kernels.add_ranges(p.groups[row / group_rows], p.grads[row / group_rows],
@@ -124,7 +125,8 @@ void run_heads(const GradProblem& p, const BackwardPlan& plan,
                sums + head * plan.head_bytes, scratch);
     });
     if (!plan.head_bytes) return;
-    for_each_task(count * shared * blocks, static_cast<double>(count * plan.head_bytes) / 4, 0,
+    for_each_task(count * shared * blocks,
+                  flops_worth(static_cast<double>(count * plan.head_bytes)), 0,
                   [&](int64_t task, void*) {
                     const int64_t head = task / blocks;
                     const HeadPlace place = place_of(first + head / shared, turn);
@@ -242,7 +244,8 @@ void run_bias(const GradProblem& p, const Groups<AttentionGrad>& lse_grads, bool
     run_share(index / owners, tiles, index % owners, task % tiles.chunks,
               sums + task * plan.tile_bytes, scratch);
   });
-  for_each_task(p.count * owners, 0, plan.share_bytes, [&](int64_t index, void* scratch) {
+  const double flops = flops_worth(static_cast<double>(p.count * owners * sum_bytes));
+  for_each_task(p.count * owners, flops, plan.share_bytes, [&](int64_t index, void* scratch) {
     finish(index, sums + index * sum_bytes, scratch);
   });
 }

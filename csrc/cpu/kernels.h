@@ -73,6 +73,9 @@ constexpr int64_t kFewest = 4, kFewRows = 128, kFewPart = 32;
 HOST_DEVICE bool has_few_queries(const Attention& a, const KernelLimits& limits) {
   return a.queries > 0 && a.queries <= (a.keys > kTile ? limits.few_queries : kFewest);
 }
+HOST_DEVICE int64_t item_size(const Attention& a) {
+  return a.dtype == DType::kFloat64 ? 8 : a.dtype == DType::kFloat32 ? 4 : 2;
+}
 // How many key/value heads such a call takes together: those that lie side by side in a page, all
 // rows of them, unless these are so many that they fill a cache. Of each, kFewKeys keys at a time.
 constexpr int64_t kFewKeys = 16;
@@ -80,8 +83,7 @@ HOST_DEVICE int64_t few_heads(const Attention& a) {
   constexpr int64_t kPage = 4096;
   const bool side_by_side = a.key.head < a.key.row && a.value.head < a.value.row;
   if (!side_by_side || a.heads / max_of(1, a.kv_heads) * a.queries > kFewPart) return 1;
-  const int64_t item = a.dtype == DType::kFloat64 ? 8 : a.dtype == DType::kFloat32 ? 4 : 2;
-  const int64_t width = max_of(1, max_of(a.head_dim, a.value_dim)) * item;
+  const int64_t width = max_of(1, max_of(a.head_dim, a.value_dim)) * item_size(a);
   return max_of(1, min_of(kPage / width, a.kv_heads));
 }
 // Whether a call reads one head that lies dense for one row: then in the order of its memory.

@@ -29,6 +29,14 @@ double product_flops(const Attention& a, int64_t groups, int64_t widths) {
   return 2 * static_cast<double>(groups) * pair_count(a) * static_cast<double>(widths);
 }
 
+// Reading the operands, in operations: what bounds few queries and short heads.
+double read_flops(const Attention& a, int64_t groups) {
+  const double rows =
+      static_cast<double>(a.kv_heads) * keys_in_sight(a) + static_cast<double>(a.heads * a.queries);
+  return flops_worth(
+      static_cast<double>(groups * a.batch * item_size(a) * (a.head_dim + a.value_dim)) * rows);
+}
+
 int64_t padded(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
 
 }  // namespace
@@ -54,9 +62,10 @@ ForwardPlan plan_forward(const Attention& a, int64_t groups) {
     if (plan.kernel == ForwardKernel::kOneTile) plan.heads = short_heads_together(a, groups);
     plan.group_jobs = ceil_div(a.batch * a.heads, plan.heads) * plan.parts;
   }
-  plan.jobs = plan_jobs(groups * plan.group_jobs, ranges,
-                        product_flops(a, groups, a.head_dim + a.value_dim),
-                        kernels.forward_scratch_bytes(a), ranges > 1 ? kernels.state_bytes(a) : 0);
+  double work = product_flops(a, groups, a.head_dim + a.value_dim);
+  if (plan.kernel != ForwardKernel::kTiled) work = std::max(work, read_flops(a, groups));
+  plan.jobs = plan_jobs(groups * plan.group_jobs, ranges, work, kernels.forward_scratch_bytes(a),
+                        ranges > 1 ? kernels.state_bytes(a) : 0);
   return plan;
 }
 
@@ -89,6 +98,9 @@ BackwardPlan plan_backward(const Attention& a, const AttentionGrad& g, int64_t g
   plan.sum_bytes = query_blocks(a) * query_sum_size(a) * kernels.element_size;
   plan.head_flops = 10 * pair_count(a) / static_cast<double>(a.batch * a.kv_heads) *
                     static_cast<double>(std::max(a.head_dim, a.value_dim));
+  if (backward_kernel(a, g, kernels.limits) != BackwardKernel::kTiled)  // and as many gradients
+    plan.head_flops =
+        std::max(plan.head_flops, 2 * read_flops(a, 1) / static_cast<double>(a.batch * a.kv_heads));
   const int64_t count = plan.ranges.count;
   plan.apart = !(count == 1 || threads == 1 || plan.heads >= 4 * threads);
   if (!plan.apart) {

@@ -52,9 +52,14 @@ struct TaskPlan {
   ThreadLimit limit = ThreadLimit::kWork;
 };
 
-// `flops` is an estimate of the whole: little work is not worth waking threads for.
+// Little work is not worth waking threads for: so many operations are, or so many bytes of memory.
+constexpr double kFlopsWorthAThread = 1e6, kBytesWorthAThread = 160 << 10;
+inline double flops_worth(double bytes) {
+  return bytes * (kFlopsWorthAThread / kBytesWorthAThread);
+}
+
+// `flops` is an estimate of the whole.
 inline TaskPlan plan_tasks(int64_t tasks, double flops, int64_t scratch_bytes) {
-  constexpr double kFlopsWorthAThread = 1e6;
   TaskPlan plan;
   plan.tasks = tasks;
   plan.threads = 1 + static_cast<int64_t>(flops / kFlopsWorthAThread);

@@ -77,7 +77,8 @@ void sum_rows(const Tensor& from, const Tensor& to) {
   const int64_t width = from.size(-1);
   const T* const data = from.const_data_ptr<T>();
   T* const result = to.mutable_data_ptr<T>();
-  for_each_task(to.numel(), static_cast<double>(from.numel()), 0, [&](int64_t row, void*) {
+  const double bytes = static_cast<double>(from.numel() * from.element_size());
+  for_each_task(to.numel(), flops_worth(bytes), 0, [&](int64_t row, void*) {
     double sums[kSums] = {};
     for (int64_t j = 0; j < width; j++)
       sums[j % kSums] += static_cast<double>(data[row * width + j]);
