@@ -127,8 +127,8 @@ def derivative(
     return dict(zip(results, found, strict=True))
 
 
-def largest_terms(inputs: Inputs, direction: Direction) -> dict[str, float]:
-    """The largest uncancelled term of each result: its formula over absolute values."""
+def terms_of(inputs: Inputs, direction: Direction) -> dict[str, Tensor]:
+    """The uncancelled terms of each result, added up: its formula over absolute values."""
     i = to_double(inputs)
     options = {n: i.options[n] for n in ("causal", "window", "scale", "empty_rows")}
     options |= {"bias": i.bias, "key_lengths": i.key_lengths, "origin": i.origin}
@@ -176,6 +176,11 @@ def largest_terms(inputs: Inputs, direction: Direction) -> dict[str, float]:
     }
     if i.bias is not None:
         terms["grad_bias"] = dst.sum_to_size(i.bias.shape)
+    return terms
+
+
+def largest_terms(inputs: Inputs, direction: Direction) -> dict[str, float]:
+    terms = terms_of(inputs, direction)
     return {name: float(term.max()) if term.numel() else 0.0 for name, term in terms.items()}
 
 
@@ -317,12 +322,91 @@ def test_finite_differences_of_the_operators(dtype: torch.dtype, empty_rows: str
         )
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": "b1qk"}, {"dropout_p": 0.3, "causal": "lower_right"}], ids=str
+)
+@pytest.mark.parametrize(
+    ("dtype", "exponent"),
+    [(torch.float32, n) for n in (-100, 16, 17, 40)] + [(torch.float16, n) for n in (-10, 12)],
+    ids=str,
+)
+@pytest.mark.parametrize("moved", [False, True], ids=["itself", "its direction"])
+@pytest.mark.parametrize("where", ["query", "key", "value", "grad_out", "grad_lse"])
+def test_numbers_of_every_size(
+    where: str, moved: bool, dtype: torch.dtype, exponent: int, options: dict[str, Any]
+) -> None:
+    """A few that are much larger or smaller than the rest: as exact as their own terms, and no others suffer."""
+    if dtype == torch.float16 and exponent > 0 and (moved or where in ("value", "grad_out")):
+        pytest.skip("what they are multiplied into is beyond float16")
+    problem = Problem(batch=1, queries=size(300, emulated=150), keys=330, head_dim=33, **options)
+    inputs, direction = draw(replace(problem, dtype=dtype))
+    rows = [3, 70, 129]
+
+    def with_large(tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        tensor[:, :, rows] *= 2.0**exponent
+        return tensor
+
+    if moved:
+        tensor = direction[where]
+        assert tensor is not None
+        direction[where] = with_large(tensor)
+    elif where in ("query", "key"):  # one column, and scores stay as they were
+        tensor, other = inputs.query.clone(), inputs.key.clone()
+        if where == "key":
+            tensor, other = other, tensor
+        tensor[:, :, rows, 4] *= 2.0**exponent
+        other[..., 4] *= 2.0 ** -max(exponent, 0)
+        inputs = inputs.replaced(**{where: tensor, "key" if where == "query" else "query": other})
+        for name in ("query", "key"):
+            tangent = direction[name]
+            assert tangent is not None
+            direction[name] = tangent.clone()
+            direction[name][..., 4] *= 2.0 ** -max(exponent, 0)
+    else:
+        inputs = inputs.replaced(**{where: with_large(getattr(inputs, where))})
+    found = tangents(inputs, direction)
+    double = {n: None if t is None else t.double() for n, t in direction.items()}
+    exact = derivative(lambda i: call(reference.attention, i), to_double(inputs), double)
+    eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+    for name, terms in terms_of(inputs, direction).items():
+        allowed = (8 if dtype == torch.float16 else 64) * eps * terms.reshape(exact[name].shape)
+        error = (found[name].double() - exact[name]).abs()
+        worst = (error / (allowed + 64 * smallest)).max()
+        assert worst <= 1, f"{name}: {worst:.3g} of what is allowed"
+
+
+def test_terms_that_outgrow_their_factors() -> None:
+    """Cotangents of lse, which no product limits: where these are large dS and dS' are, and no others suffer."""
+    problem = Problem(batch=1, heads=1, queries=100, keys=320, head_dim=24)
+    inputs, direction = draw(problem)
+    wanted = tangents(inputs, direction)
+    for large in ("itself", "its direction"):
+        for power in (1e15, 1e25, 1e30):
+            row = (slice(None), slice(None), 37)
+            changed, moved = inputs, direction
+            if large == "itself":
+                changed = inputs.replaced(grad_lse=put(inputs.grad_lse, row, power))
+            else:
+                moved = direction | {"grad_lse": put(direction["grad_lse"], row, power)}
+            found = tangents(changed, moved)
+            double = {n: None if t is None else t.double() for n, t in moved.items()}
+            exact = derivative(lambda i: call(reference.attention, i), to_double(changed), double)
+            for name, terms in terms_of(changed, moved).items():
+                error = (found[name].double() - exact[name]).abs()
+                assert (error <= 64 * torch.finfo(torch.float32).eps * terms).all(), name
+            others = torch.arange(100) != 37
+            assert torch.equal(
+                found["grad_query"][:, :, others], wanted["grad_query"][:, :, others]
+            )
+
+
 # What is hidden contributes nothing, whatever it holds.
 
 
 @leaks
 @dtypes
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, 1e6])
 def test_hidden_keys(problem: Problem, dtype: torch.dtype, poison: float) -> None:
     """K', V', K and V of a key reach the queries that see it, and through them the keys that those see."""
     inputs, direction = draw(replace(problem, dtype=dtype))
@@ -345,7 +429,7 @@ def test_hidden_keys(problem: Problem, dtype: torch.dtype, poison: float) -> Non
 
 @leaks
 @dtypes
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, 1e6])
 def test_rows_keep_to_themselves(problem: Problem, dtype: torch.dtype, poison: float) -> None:
     """Q', dO', dL' and Q, dO of a row reach that row and the keys that it sees; an empty row nothing."""
     inputs, direction = draw(replace(problem, dtype=dtype))

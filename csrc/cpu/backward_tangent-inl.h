@@ -56,6 +56,11 @@ struct GradTangentScratch : GradScratch<K> {
   }
 };
 
+template <class K, bool = (K::kLimbs > 0)>
+struct BackwardTangentLimbs {
+  BackwardTangentLimbs(const Attention&, int64_t, Arena&) {}
+};
+
 template <class K>
 struct BackwardTangentScratch : GradTangentScratch<K> {
   using T = typename K::T;
@@ -66,10 +71,14 @@ struct BackwardTangentScratch : GradTangentScratch<K> {
   Unit *keys_across, *key_tangents_across, *clean_keys, *pairs, *pair_rows;
   typename K::S* clean;
   T *grad_query, *grad_key, *grad_value, *one;
+  BackwardTangentLimbs<K> limbs;
 
-  BackwardTangentScratch(const Attention& a, Arena& arena) : GradTangentScratch<K>(a, arena) {
-    const int64_t d = padded<K>(a.head_dim), dv = padded<K>(a.value_dim);
-    const int64_t range = round_up(min_of(key_ranges(a).size, a.keys), kTile);
+  static int64_t range_of(const Attention& a) {
+    return round_up(min_of(key_ranges(a).size, a.keys), kTile);
+  }
+  BackwardTangentScratch(const Attention& a, Arena& arena)
+      : GradTangentScratch<K>(a, arena), limbs(a, range_of(a) / kTile, arena) {
+    const int64_t d = padded<K>(a.head_dim), dv = padded<K>(a.value_dim), range = range_of(a);
     query_rows = arena.take<Unit>(kTile * d);
     query_tangent_rows = arena.take<Unit>(kTile * d);
     grad_out_rows = arena.take<Unit>(kTile * dv);
@@ -115,6 +124,12 @@ void load_queries_tangent(const Attention& a, const AttentionGrad& g, const Atte
   }
 }
 
+// Where a whole tile stands: its head, its first query, how many there are, its first key, and the
+// place of this among the keys of the range.
+struct TangentPlace {
+  int64_t batch, head, q0, rows, k0, at;
+};
+
 // A tile's rows of K, V and of their directions, along t = column.
 struct KeyOperands {
   Operand key, key_tangent, value, value_tangent;
@@ -127,13 +142,11 @@ template <class K>
 Visibility gradient_tangent_tile(const Attention& a, const AttentionGrad& g,
                                  const AttentionTangent& t, int64_t b, int64_t h, int64_t q0,
                                  int64_t rows, int64_t k0, int64_t keys, const KeyOperands& from,
-                                 GradTangentScratch<K>& w) {
+                                 Visibility visible, GradTangentScratch<K>& w) {
   using T = typename K::T;
   using X = typename K::X;
   using V = typename X::V;
   using M = typename X::M;
-  Visibility visible = visibility_of<K>(a, b, h, q0, rows, k0, keys, w.bits);
-  if (visible == Visibility::kEmpty) return visible;
   visible =
       scores<K>(a, b, h, q0, rows, k0, keys, w.query, from.key, visible, w.bits, w.p, w.extra);
   const int64_t vectors = vectors_of<K>(rows);
@@ -330,6 +343,7 @@ void backward_tangent(const Attention& a, const AttentionGrad& g, const Attentio
         if (k0 >= seen.end || k0 + keys <= seen.begin) continue;
         if (!loaded) {
           load_queries_tangent<K>(a, g, t, b, h, q0, rows, w);
+          if constexpr (K::kLimbs > 0) w.limbs.packed = false;
           query = packed(a.query, d, w.query_rows);
           query_tangent = packed(t.query, d, w.query_tangent_rows);
           grad_out = packed(g.grad_out, dv, w.grad_out_rows);
@@ -344,9 +358,18 @@ void backward_tangent(const Attention& a, const AttentionGrad& g, const Attentio
         };
         const KeyOperands tile{rows_from(whole.key), rows_from(whole.key_tangent),
                                rows_from(whole.value), rows_from(whole.value_tangent)};
-        const Visibility visible =
-            gradient_tangent_tile<K>(a, g, t, b, h, q0, rows, k0, keys, tile, w);
+        Visibility visible = visibility_of<K>(a, b, h, q0, rows, k0, keys, w.bits);
         if (visible == Visibility::kEmpty) continue;
+        if constexpr (K::kLimbs > 0) {
+          if (!a.bias.data && !t.bias.data && g.grad_out.data && in_limbs<K>(a, b, q0, k0, keys)) {
+            const TangentPlace place{b, h, q0, rows, k0, at};
+            const bool partial = visible == Visibility::kPartial;
+            if (!limbs_gradient_tangent<K>(a, g, t, place, partial, w)) continue;
+            visible = Visibility::kPartial;
+          }
+          w.limbs.pending.finish();
+        }
+        visible = gradient_tangent_tile<K>(a, g, t, b, h, q0, rows, k0, keys, tile, visible, w);
         if (write_bias) store_bias_tile<K>(a, g, b, h, q0, rows, k0, keys, w.one, w.dst);
 
         const bool partial = visible == Visibility::kPartial;
@@ -369,6 +392,7 @@ void backward_tangent(const Attention& a, const AttentionGrad& g, const Attentio
                              columns_from(key_tangent_columns), rows, keys, partial, w);
         }
       }
+      if constexpr (K::kLimbs > 0) w.limbs.pending.finish();
       if (!g.grad_query.data) continue;
       if (ranges.count == 1) {
         for (int64_t r = 0; r < kRow; r++) w.high[r] = (T)a.scale;
@@ -411,9 +435,10 @@ void bias_share_tangent(const Attention& a, const AttentionGrad& g, const Attent
         const KeyOperands from{
             rows_at(a.key, a.head_dim, packed[0]), rows_at(t.key, a.head_dim, packed[1]),
             rows_at(a.value, a.value_dim, packed[2]), rows_at(t.value, a.value_dim, packed[3])};
-        const Visibility visible =
-            gradient_tangent_tile<K>(a, g, t, b, h, q0, rows, k0, keys, from, w);
-        return visible == Visibility::kEmpty ? nullptr : w.dst;
+        const Visibility visible = visibility_of<K>(a, b, h, q0, rows, k0, keys, w.bits);
+        if (visible == Visibility::kEmpty) return (typename K::T*)nullptr;
+        gradient_tangent_tile<K>(a, g, t, b, h, q0, rows, k0, keys, from, visible, w);
+        return w.dst;
       });
 }
 

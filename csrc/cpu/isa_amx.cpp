@@ -179,6 +179,7 @@ struct Limbs {
   uint32_t* data = nullptr;
   int64_t row = 16, plane = 256, step = 0, across = 0;
   int64_t along = 0;     // tiles along t
+  int64_t room = 0;      // for so many of them, where another operand stands beside
   bool unusual = false;  // some number is not `usual`, and counts as 0 here
   uint32_t* at(int64_t along, int64_t across_) const {
     return data + along * step + across_ * across;
@@ -413,6 +414,10 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
 #include "tangent-inl.h"
 //
 #include "backward_tangent-inl.h"
+//
+#include "limbs_tangent-inl.h"
+//
+#include "limbs_gradient_tangent-inl.h"
 //
 #include "linear-inl.h"
 //

@@ -59,7 +59,7 @@ template <class K>
 void lay_out(int64_t count, Limbs& to) {
   to.along = ceil_div(count, kLimbsStep);
   to.step = K::kLimbs * to.plane;
-  to.across = to.along * to.step;
+  to.across = max_of(to.along, to.room) * to.step;
 }
 // A(m, t) = factor rows[m][t]. Numbers along t are in pairs with those 16 later: no number has to
 // move to another lane.
@@ -128,6 +128,14 @@ void lanes_in_limbs(const S* from, int64_t stride, int64_t rows, int64_t columns
                               to.at(first / kLimbsStep, c / X::kLanes) + (r - first) * to.row);
       }
   to.unusual = all_usual != first_bits(X::kLanes);
+}
+
+// Whole halves of queries: those that are not there become `value`.
+template <class K>
+void fill_lanes(int64_t queries, int64_t rows, float value, float* to) {
+  for (int64_t d = 0; d < rows; d++)
+    for (int64_t r = padded<K>(queries); r < round_up(queries, kHalfRow); r++)
+      to[d * kRow + r] = value;
 }
 
 // c[key][kLd queries] += the terms of rows[key][d] lanes[d][query] of which a factor is not usual.

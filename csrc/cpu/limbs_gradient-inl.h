@@ -46,11 +46,12 @@ struct BackwardLimbs<K, true> {
   }
 };
 
-// P and dS of two keys of half a block of queries: as rows of keys, and dS as lanes too.
+// Cuts P and dS of two keys of half a block of queries: as rows of keys, and dS as lanes too.
 template <class K>
 [[gnu::always_inline]] inline void store_gradients(const typename K::X::V (&kept)[2][2],
                                                    const typename K::X::V (&grad)[2][2], int64_t n,
-                                                   int64_t lane, const BackwardLimbs<K>& t) {
+                                                   int64_t lane, const Limbs& p_rows,
+                                                   const Limbs& ds_rows, const Limbs& ds_lanes) {
   using V = typename K::X::V;
   const int64_t step = lane / kLimbsStep, block = n / K::kLanes, row = n % K::kLanes;
   V ds[2][2][K::kLimbs];  // of each vector, of each key
@@ -62,14 +63,15 @@ template <class K>
       K::Dot::template cut<false>(kept[i][k], p[i]);
       K::Dot::template cut<false>(grad[i][k], ds[i][k]);
     }
-    K::Dot::store_pair(p[0], p[1], t.p.plane, t.p.at(step, block) + (row + k) * t.p.row);
-    K::Dot::store_pair(ds[0][k], ds[1][k], t.ds.plane, t.ds.at(step, block) + (row + k) * t.ds.row);
+    K::Dot::store_pair(p[0], p[1], p_rows.plane, p_rows.at(step, block) + (row + k) * p_rows.row);
+    K::Dot::store_pair(ds[0][k], ds[1][k], ds_rows.plane,
+                       ds_rows.at(step, block) + (row + k) * ds_rows.row);
   }
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++)
     K::Dot::store_pair(
-        ds[i][0], ds[i][1], t.ds_lanes.plane,
-        t.ds_lanes.at(n / kLimbsStep, lane / K::kLanes + i) + n % kLimbsStep / 2 * t.ds_lanes.row);
+        ds[i][0], ds[i][1], ds_lanes.plane,
+        ds_lanes.at(n / kLimbsStep, lane / K::kLanes + i) + n % kLimbsStep / 2 * ds_lanes.row);
 }
 
 // Whether P and dS of a tile are kept as they are, too: dS for who adds it up, or both because some
@@ -148,7 +150,7 @@ void two_gradients(const HalfGradients<K>& half, int64_t n) {
       }
     }
   }
-  store_gradients<K>(all_kept, all_grad, n, half.lane, t);
+  store_gradients<K>(all_kept, all_grad, n, half.lane, t.p, t.ds, t.ds_lanes);
 }
 template <class K>
 HalfGradients<K> half_gradients(const Attention& a, int64_t lane, bool partial, Kept kept,
@@ -207,17 +209,12 @@ void pack_limbs(const Attention& a, const AttentionGrad& g, const TilePlace<K>& 
   }
   if (t.packed) return;
   t.packed = true;
-  // Whole halves: queries that are not there are zero, and have no P.
-  const int64_t filled = padded<K>(tile.rows), lanes = round_up(tile.rows, kHalfRow);
-  const auto fill = [&](float* to, int64_t columns, float value) {
-    for (int64_t d = 0; d < columns; d++)
-      for (int64_t r = filled; r < lanes; r++) to[d * kRow + r] = value;
-  };
-  fill(w.query, a.head_dim, 0);
-  fill(w.grad_out, a.value_dim, 0);
-  fill(w.high, 1, (float)INFINITY);
-  fill(w.low, 1, 0);
-  fill(w.shift, 1, 0);
+  const int64_t lanes = round_up(tile.rows, kHalfRow);
+  fill_lanes<K>(tile.rows, a.head_dim, 0, w.query);
+  fill_lanes<K>(tile.rows, a.value_dim, 0, w.grad_out);
+  fill_lanes<K>(tile.rows, 1, (float)INFINITY, w.high);
+  fill_lanes<K>(tile.rows, 1, 0, w.low);
+  fill_lanes<K>(tile.rows, 1, 0, w.shift);
   lanes_in_limbs<K>(w.query, kRow, a.head_dim, lanes, 1, t.query);
   lanes_in_limbs<K>(w.grad_out, kRow, a.value_dim, lanes, kLimbsScale, t.grad_out);
   lanes_in_limbs<K>(tile.query, a.query.row, tile.rows, a.head_dim, kLimbsScale, t.query_rows);

@@ -82,6 +82,11 @@ struct TangentBlock {
   bool started;  // has met a tile: before that, out holds nothing
 };
 
+template <class K, bool = (K::kLimbs > 0)>
+struct ForwardTangentLimbs {
+  ForwardTangentLimbs(const Attention&, Arena&) {}
+};
+
 template <class K>
 struct ForwardTangentScratch {
   using T = typename K::T;
@@ -91,8 +96,9 @@ struct ForwardTangentScratch {
   T *s, *st, *extra;
   uint64_t *bits, *keep;
   typename K::S* clean;
+  ForwardTangentLimbs<K> limbs;
 
-  ForwardTangentScratch(const Attention& a, Arena& arena) {
+  ForwardTangentScratch(const Attention& a, Arena& arena) : limbs(a, arena) {
     const int64_t width = operand_width<K>(a.head_dim), value_width = operand_width<K>(a.value_dim);
     for (int64_t i = 0; i < min_of(kGroup, max_of(1, ceil_div(a.queries, kTile))); i++) {
       TangentBlock<K>& q = blocks[i];
@@ -358,10 +364,20 @@ void forward_tangent(const Attention& a, const AttentionTangent& t, int64_t b, i
     Operand key_rows, key_tangent_rows{};
     ValueRows<K> value{}, value_tangent{};
     bool packed = false;
+    if constexpr (K::kLimbs > 0) w.limbs.packed = false;
     for (int64_t i = 0; i < count; i++) {
       TangentBlock<K>& q = w.blocks[i];
       Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
       if (visible == Visibility::kEmpty) continue;
+      if (a.dropout.seed) dropout_tile<K>(a, b, h, q.q0, q.rows, k0, keys, w.keep);
+      if constexpr (K::kLimbs > 0) {
+        if (!a.bias.data && !t.bias.data && in_limbs<K>(a, b, q.q0, k0, keys)) {
+          const bool partial = visible == Visibility::kPartial;
+          if (!limbs_tangent<K>(a, t, b, kv, k0, i, partial, w)) continue;
+          visible = Visibility::kPartial;
+        }
+        w.limbs.pending.finish();
+      }
       if (!packed) {
         const auto rows_at = [&](const Rows& from, typename K::Unit* to) {
           return rows_operand<K>(row_of<K>(from, b, kv, k0), from.row, keys, a.head_dim, to);
@@ -377,7 +393,6 @@ void forward_tangent(const Attention& a, const AttentionTangent& t, int64_t b, i
         if (t.value.data) value_tangent = columns_at(t.value, w.value_tangent);
         packed = true;
       }
-      if (a.dropout.seed) dropout_tile<K>(a, b, h, q.q0, q.rows, k0, keys, w.keep);
       if constexpr (K::Dot::kRowBlock > 1) {
         if (visible == Visibility::kFull && keys == kTile && !a.bias.data && !t.bias.data &&
             !has_few_queries(a, K::kLimits)) {
@@ -402,6 +417,7 @@ void forward_tangent(const Attention& a, const AttentionTangent& t, int64_t b, i
       q.started = true;
     }
   }
+  if constexpr (K::kLimbs > 0) w.limbs.pending.finish();
   for (int64_t i = 0; i < count; i++) finish_tangent<K>(a, t, b, h, w.blocks[i], w);
 }
 
