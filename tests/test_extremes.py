@@ -150,6 +150,41 @@ def test_numbers_of_every_size(
 
 
 @pytest.mark.isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", ["", "mask", "dropout", "mask and dropout"])
+@pytest.mark.parametrize("special", ["", "rising", "lowest", "hides", "nan"])
+def test_a_bias_of_keys_is_that_of_all_pairs(
+    special: str, options: str, dtype: torch.dtype
+) -> None:
+    """The same bits whether the queries share a bias or each has its own of the same numbers."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 3, n, 40, generator=generator).to(dtype) for n in (150, 400, 400)
+    )
+    bias = torch.randn(1, 3, 1, 400, generator=generator)
+    if special == "rising":  # by more than what no level has to be raised for
+        bias += torch.arange(400) * 0.4
+    if special == "lowest":
+        bias[..., ::7] = torch.finfo(torch.float32).min
+    if special == "hides":
+        bias[..., 70:75] = bias[..., 192:256] = -torch.inf
+    if special == "nan":
+        bias[..., 300] = torch.nan
+    bias = bias.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    mask = torch.rand(150, 400, generator=generator) > 0.3 if "mask" in options else None
+    drops = {"dropout_p": 0.2, "seed": torch.tensor([1, 2])} if "dropout" in options else {}
+    of_pairs = bias.expand(1, 3, 150, 400).contiguous()
+    shared = mha_ext.attention(query, key, value, mask, bias=bias, **drops)
+    own = mha_ext.attention(query, key, value, mask, bias=of_pairs, **drops)
+    torch.testing.assert_close(shared, own, rtol=0, atol=0, equal_nan=True)
+    assert shared.isnan().all() if special == "nan" and mask is None else shared.isfinite().any()
+    tight = {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 5e-2)  # scores up to 160
+    wide = [x.double() for x in (query, key, value)]
+    exact = reference.attention(*wide, mask, bias=bias.double(), **drops)
+    torch.testing.assert_close(shared.double(), exact, rtol=tight, atol=tight, equal_nan=True)
+
+
+@pytest.mark.isa
 def test_large_numbers_behind_a_mask() -> None:
     """Finite ones, too, leave the bits of what does not see them alone."""
     generator = torch.Generator().manual_seed(0)

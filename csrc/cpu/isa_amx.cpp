@@ -387,6 +387,8 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
 //
 #include "limbs-inl.h"
 //
+#include "limbs_forward-inl.h"
+//
 #include "forward-inl.h"
 //
 #include "weights-inl.h"

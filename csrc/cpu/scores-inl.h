@@ -335,13 +335,21 @@ void each_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
                int64_t keys, typename K::T* scratch, const Visit& visit) {
   using X = typename K::X;
   const Pairs& bias = a.bias;
-  if (bias.key != 1 || bias.query == 0 || keys % K::kLanes) {
+  const E* const from =
+      (const E*)bias.data + b * bias.batch + h * bias.head + q0 * bias.query + k0 * bias.key;
+  if (bias.query == 0) {
+    for (int64_t n = 0; n < keys; n++) {
+      const typename X::V v = X::set(widen(from[n * bias.key]));
+      for (int64_t r = 0; r < rows; r += K::kLanes) visit(n, r, v);
+    }
+    return;
+  }
+  if (bias.key != 1 || keys % K::kLanes) {
     load_pairs<K, E>(bias, b, h, q0, rows, k0, keys, scratch);
     for (int64_t n = 0; n < keys; n++)
       for (int64_t r = 0; r < rows; r += K::kLanes) visit(n, r, X::load(scratch + n * kRow + r));
     return;
   }
-  const E* from = (const E*)bias.data + b * bias.batch + h * bias.head + q0 * bias.query + k0;
   constexpr bool kInPairs = K::kPairs && sizeof(E) == 2;  // two keys at once: half as much to move
   for (int64_t r = 0; r < rows; r += K::kLanes) {
     const E* const row = from + r * bias.query;
@@ -367,8 +375,13 @@ void each_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     }
   }
 }
-// s = factor s + bias, of rows of kLd queries, which are `rows` of a block from `first` on. A
-// finite bias stays finite when the score is added; NaN stays NaN. One of -inf hides the pair:
+// A finite bias stays finite when a score is added; NaN stays NaN.
+template <class X>
+[[gnu::always_inline]] inline typename X::V add_to_score(typename X::V score, typename X::V bias) {
+  return X::max(X::set(Exp<typename X::T>::lowest_finite), X::add(score, bias));
+}
+// s = factor s + bias, of rows of kLd queries, which are `rows` of a block from `first` on. A bias
+// of -inf hides the pair:
 // `visible` and `bits`, which are of the block, of which so many queries `exist`, say so.
 template <class K, class E, int64_t kLd, bool kScaled>
 Visibility add_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t exist,
@@ -377,7 +390,7 @@ Visibility add_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_
                     typename K::T factor) {
   using X = typename K::X;
   using V = typename X::V;
-  const V finite = X::set(Exp<typename K::T>::lowest_finite), f = X::set(factor);
+  const V f = X::set(factor);
   const V hidden = X::set(-(typename K::T)INFINITY);
   V lowest = X::zero();
   const auto add = [&](int64_t key, int64_t r, V bias) __attribute__((always_inline)) {
@@ -385,7 +398,7 @@ Visibility add_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_
     typename K::T* const to = s + key * kLd + r;
     V score = X::load(to);
     if constexpr (!kScaled) score = X::mul(f, score);
-    X::store(to, X::max(finite, X::add(score, bias)));
+    X::store(to, add_to_score<X>(score, bias));
   };
   each_bias<K, E>(a, b, h, q0 + first, rows, k0, keys, scratch, add);
   if (!X::bits(X::eq(lowest, hidden))) return visible;
