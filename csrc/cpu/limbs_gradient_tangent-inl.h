@@ -228,8 +228,7 @@ void pack_gradient_tangents(const Attention& a, const AttentionGrad& g, const At
 }
 
 // The tangents of all gradients of one tile, of the pairs that are seen, as limbs_gradient computes
-// the gradients. The last sum is left to wait. True where pairs are left to multiply-adds, w.bits:
-// then nothing waits.
+// the gradients. The last sum is left to wait. True where pairs are left to multiply-adds, w.bits.
 template <class K>
 bool limbs_gradient_tangent(const Attention& a, const AttentionGrad& g, const AttentionTangent& t,
                             const TangentPlace& place, bool partial, BackwardTangentScratch<K>& w) {
@@ -317,10 +316,7 @@ bool limbs_gradient_tangent(const Attention& a, const AttentionGrad& g, const At
     multiply(l.ds.both(true, t.query.data), kTile, l.query_rows.both(true, t.query.data), 0,
              {l.key_sum, w.grad_key + place.at * ld, kTile, ld / K::kLanes, ld, ld, kTwice});
   l.pending = pending;
-  if (!l.pairs.any_unusual) return false;
-  l.pending.finish();
-  __builtin_memcpy(w.bits, l.pairs.unusual, kTile * sizeof(uint64_t));
-  return true;
+  return l.pairs.left(w.bits);
 }
 
 }  // namespace

@@ -37,7 +37,6 @@ struct TakenPairs {
   uint64_t *taken, *all, *unusual;
   bool masked, any_unusual;
 
-  TakenPairs() = default;
   explicit TakenPairs(Arena& arena)
       : taken(arena.take<uint64_t>(kTile)),
         all(arena.take<uint64_t>(kTile)),
@@ -67,21 +66,23 @@ struct TakenPairs {
     if (lost) masked = any_unusual = true;
     return lost;
   }
+  // What is left to multiply-adds; false where nothing is.
+  bool left(uint64_t* bits) const {
+    if (any_unusual) __builtin_memcpy(bits, unusual, kTile * sizeof *bits);
+    return any_unusual;
+  }
 };
 
-// Bit r: row r has a number that is not usual.
-template <class K>
-uint64_t unusual_rows(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns) {
-  uint64_t found = 0;
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t c = 0; c < columns; c++)
-      found |= (uint64_t)!usual(widen(from[r * stride + c])) << r;
-  return found;
-}
+// Bit r: row `first` + r has a number that is not usual; none where there is no tensor.
 template <class K>
 uint64_t unusual_rows(const Rows& from, int64_t b, int64_t h, int64_t first, int64_t rows,
                       int64_t columns) {
-  return from.data ? unusual_rows<K>(row_of<K>(from, b, h, first), from.row, rows, columns) : 0;
+  uint64_t found = 0;
+  for (int64_t r = 0; from.data && r < rows; r++) {
+    const typename K::S* const row = row_of<K>(from, b, h, first + r);
+    for (int64_t c = 0; c < columns; c++) found |= (uint64_t)!usual(widen(row[c])) << r;
+  }
+  return found;
 }
 // The same of lanes of queries.
 inline uint64_t unusual_lanes(const float* lanes, int64_t queries, int64_t columns) {
@@ -236,7 +237,7 @@ void pack_tangents(const Attention& a, const AttentionTangent& t, int64_t b, int
 
 // As matrix_tangent, of the i-th block and the pairs that are seen. What is made of a half's scores
 // is computed beside the next products, and the last sum is left to wait. True where pairs are left
-// to multiply-adds, w.bits: then nothing waits.
+// to multiply-adds, w.bits.
 template <class K>
 bool limbs_tangent(const Attention& a, const AttentionTangent& t, int64_t b, int64_t kv, int64_t k0,
                    int64_t i, bool partial, ForwardTangentScratch<K>& w) {
@@ -293,10 +294,7 @@ bool limbs_tangent(const Attention& a, const AttentionTangent& t, int64_t b, int
   else
     with_scores ? run.template operator()<true, false>() : run.template operator()<false, false>();
   q.started = true;
-  if (!l.pairs.any_unusual) return false;
-  l.pending.finish();
-  __builtin_memcpy(w.bits, l.pairs.unusual, kTile * sizeof(uint64_t));
-  return true;
+  return l.pairs.left(w.bits);
 }
 
 }  // namespace

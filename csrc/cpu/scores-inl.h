@@ -381,8 +381,8 @@ template <class X>
   return X::max(X::set(Exp<typename X::T>::lowest_finite), X::add(score, bias));
 }
 // s = factor s + bias, of rows of kLd queries, which are `rows` of a block from `first` on. A bias
-// of -inf hides the pair:
-// `visible` and `bits`, which are of the block, of which so many queries `exist`, say so.
+// of -inf hides the pair: `visible` and `bits`, which are of the block, of which so many queries
+// `exist`, say so.
 template <class K, class E, int64_t kLd, bool kScaled>
 Visibility add_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t exist,
                     int64_t first, int64_t rows, int64_t k0, int64_t keys, Visibility visible,
