@@ -185,6 +185,68 @@ def test_a_bias_of_keys_is_that_of_all_pairs(
 
 
 @pytest.mark.isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["turned", "apart", "of queries", "of heads", "of all"])
+def test_a_bias_of_any_layout(layout: str, dtype: torch.dtype) -> None:
+    """The same bits as one whose keys are neighbours; in the type of the queries, or in float32."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, 3, n, 40, generator=generator).to(dtype) for n in (170, 460, 460)
+    )
+    shape = {"of queries": (2, 3, 170, 1), "of heads": (1, 3, 1, 1), "of all": (1, 1, 170, 460)}
+    bias = torch.randn(shape.get(layout, (2, 3, 170, 460)), generator=generator)
+    bias[:, :, 3::50] = -torch.inf  # queries that see nothing
+    types = [dtype] if dtype == torch.float64 else [dtype, torch.float32]
+    for own in (bias.to(wanted) for wanted in types):
+        same = own.expand(2, 3, 170, 460).contiguous()
+        if layout == "turned":
+            own = own.mT.contiguous().mT
+        if layout == "apart":
+            own = torch.stack([own, own], -1)[..., 0]
+        found = mha_ext.attention(query, key, value, bias=own)
+        assert torch.equal(found, mha_ext.attention(query, key, value, bias=same))
+        wanted = reference.attention(*(x.double() for x in (query, key, value)), bias=same.double())
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(found.double(), wanted, rtol=32 * eps, atol=32 * eps)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", ["", "mask", "dropout"])
+@pytest.mark.parametrize("hides", ["later keys", "far keys", "blocks", "all but one"])
+def test_a_bias_hides_what_a_mask_hides(hides: str, options: str, dtype: torch.dtype) -> None:
+    """Whole tiles and parts of them: what stands behind -inf, NaN as well, leaves no trace."""
+    generator = torch.Generator().manual_seed(0)
+    length = 530
+    query, key, value = (
+        torch.randn(1, 2, length, 40, generator=generator).to(dtype) for _ in range(3)
+    )
+    row, column = torch.arange(length)[:, None], torch.arange(length)[None]
+    seen = {
+        "later keys": row >= column,
+        "far keys": (row - column).abs() < 90,
+        "blocks": (row // 100 + column // 100) % 2 == 0,
+        "all but one": (row != 300) & (column != 200),
+    }[hides]
+    bias = torch.randn(length, length, generator=generator)
+    bias = bias.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    given: dict[str, Any] = {"mask": None}
+    if options == "mask":
+        given["mask"] = torch.rand(length, length, generator=generator) > 0.3
+    if options == "dropout":
+        given |= {"dropout_p": 0.2, "seed": torch.tensor([1, 2])}
+    unseen = ~seen.any(0)
+    both = seen if given["mask"] is None else seen & given["mask"]
+    wanted = reference.attention(
+        *(x.double() for x in (query, key, value)), **given | {"mask": both}, bias=bias.double()
+    )
+    key[:, :, unseen] = value[:, :, unseen] = torch.nan
+    found = mha_ext.attention(query, key, value, **given, bias=bias.masked_fill(~seen, -torch.inf))
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), wanted, rtol=32 * eps, atol=32 * eps)
+
+
+@pytest.mark.isa
 def test_large_numbers_behind_a_mask() -> None:
     """Finite ones, too, leave the bits of what does not see them alone."""
     generator = torch.Generator().manual_seed(0)

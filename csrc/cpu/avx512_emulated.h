@@ -350,6 +350,12 @@ INLINE __m512d _mm512_unpackhi_pd(__m512d a, __m512d b) {
       [](__m256d x, __m256d y) __attribute__((always_inline)) { return _mm256_unpackhi_pd(x, y); },
       a, b);
 }
+INLINE __m512i _mm512_unpacklo_epi64(__m512i a, __m512i b) {
+  return (__m512i)_mm512_unpacklo_pd((__m512d)a, (__m512d)b);
+}
+INLINE __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) {
+  return (__m512i)_mm512_unpackhi_pd((__m512d)a, (__m512d)b);
+}
 // Lane i is lane order[i] of both, one after the other.
 INLINE __m512i _mm512_permutex2var_epi32(__m512i a, __m512i order, __m512i b) {
   const EmulatedU32 first = (EmulatedU32)a, second = (EmulatedU32)b, at = (EmulatedU32)order;

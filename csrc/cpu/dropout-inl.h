@@ -127,5 +127,38 @@ uint64_t dropout_row(const Attention& a, int64_t b, int64_t h, int64_t q, int64_
   return (offset ? keep | last << (64 - offset) : keep) & first_bits(keys);
 }
 
+// Bit n of keep[r]: the pair (q0 + r, k0 + n) of 64 keys survives. Room for whole vectors of rows.
+template <class K>
+void dropout_rows(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
+                  uint64_t* keep) {
+  using U = typename K::X::U;
+  const int64_t first = a.origin.key + k0;
+  if constexpr (requires { U::groups_of_rows(0u); }) {
+    if (first % 8 == 0) {
+      const RoundKeys<U> keys(a.dropout);
+      const U head = U::set((uint32_t)(a.origin.head + h)),
+              batch = U::set((uint32_t)(a.origin.batch + b)),
+              group = U::groups_of_rows((uint32_t)(first >> 3));
+      const uint32_t query = (uint32_t)(a.origin.query + q0);
+      for (int64_t r = 0; r < rows; r += 4) {
+        const Twice<U> queries{U::rows_of_groups(query + (uint32_t)r),
+                               U::rows_of_groups(query + (uint32_t)r + 2)};
+        const Philox<Twice<U>> random =
+            philox(Twice<U>{group, group}, queries, Twice<U>{head, head}, Twice<U>{batch, batch},
+                   keys.first, keys.second);
+        U one[4], two[4];
+        for (int i = 0; i < 4; i++) {
+          one[i] = random.word[i].first;
+          two[i] = random.word[i].second;
+        }
+        rows_at_least(one, a.dropout.threshold, keep + r);
+        rows_at_least(two, a.dropout.threshold, keep + r + 2);
+      }
+      return;
+    }
+  }
+  for (int64_t r = 0; r < rows; r++) keep[r] = dropout_row<K>(a, b, h, q0 + r, k0, kTile);
+}
+
 }  // namespace
 }  // namespace mha_ext::cpu

@@ -38,6 +38,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     q.rows = min_of(kTile, q0 + rows - q.q0);
     q.vectors = vectors_of<K>(q.rows);
     q.started = q.packed = false;
+    if constexpr (K::kLimbs > 0) w.limbs.query_packed[i] = false;
     q.by_rows = with_values && sums_by_rows<K>(a, q.rows);
     q.seen = seen_by_any(a, b, q.q0, q.q0 + q.rows - 1);
     if (q.seen.begin < q.seen.end)
@@ -68,24 +69,31 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     if constexpr (K::kLimbs > 0) w.limbs.packed = false;
     for (int64_t i = 0; i < count; i++) {
       QueryBlock<K>& q = w.blocks[i];
-      Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
-      if (visible == Visibility::kEmpty) continue;
-      if (i + 1 < count)
-        ask_pairs<K>(a, b, h, q.q0 + kTile, k0, w.ahead);
-      else if (k0 + kTile < seen.end)
-        ask_pairs<K>(a, b, h, q0, k0 + kTile, w.ahead);
-      if (!q.packed) {
-        pack_query<K>(a, b, h, q.q0, q.rows, q.query);
-        q.packed = true;
-        if constexpr (K::kLimbs > 0) w.limbs.query_packed[i] = false;
-        if (i + 1 < count) ask_rows<K>(a.query, b, h, q.q0 + kTile, q0 + rows, a.head_dim, w.ahead);
+      const bool score_limbs = in_limbs<K>(a, b, q.q0, k0, keys);
+      const bool limbs = score_limbs && with_values;
+      const TileStart after = i + 1 < count           ? TileStart{q.q0 + kTile, k0}
+                              : k0 + kTile < seen.end ? TileStart{q0, k0 + kTile}
+                                                      : TileStart{q.q0, k0};
+      Visibility visible;
+      bool met = q.packed;
+      if constexpr (K::kLimbs > 0) {
+        met |= w.limbs.query_packed[i];
+        visible = limbs ? limbs_visibility<K>(a, b, h, q.q0, q.rows, k0, after, w.limbs)
+                        : visibility_of<K>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
+      } else {
+        visible = visibility_of<K>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
       }
+      if (visible == Visibility::kEmpty) continue;
+      if (!limbs && (after.q0 != q.q0 || after.k0 != k0))
+        ask_pairs<K>(a, b, h, after.q0, after.k0, w.ahead);
+      if (!met && i + 1 < count)
+        ask_rows<K>(a.query, b, h, q.q0 + kTile, q0 + rows, a.head_dim, w.ahead);
+      if (!limbs) pack_query_once<K>(a, b, h, q);
       const Range* const bands =
           find_bands<K>(a, b, q.q0, q.rows, k0, keys, w.bands) ? w.bands : nullptr;
-      const bool limbs = in_limbs<K>(a, b, q.q0, k0, keys);
       if (!asked && k0 + kTile < seen.end) ask_tile(b, kv, k0 + kTile);
       asked = true;
-      if (!packed && !(limbs && with_values)) {
+      if (!packed && !limbs) {
         key_rows =
             rows_operand<K>(row_of<K>(a.key, b, kv, k0), a.key.row, keys, a.head_dim, w.key, count);
         if (!q.by_rows && with_values)
@@ -107,12 +115,12 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
         return finite;
       };
       if constexpr (K::kLimbs > 0) {
-        if (limbs && with_values) {
-          limbs_tile<K>(a, b, h, k0, i, visible, w);
+        if (limbs) {
+          limbs_tile<K>(a, b, h, k0, i, after, visible, w);
           q.started = true;
           continue;
         }
-        finish_limbs<K>(a, w);
+        finish_limbs<K>(a, i, w);
       }
       // Pairs, where all of the tile is there and no hidden pair meets what is not finite.
       const bool whole = K::kPairs && with_values && !bands && keys == kTile;
@@ -124,7 +132,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
           continue;
         }
       }
-      T* const top = scores_are_product<K>(a, bands) && !limbs ? w.top : nullptr;
+      T* const top = scores_are_product<K>(a, bands) && !score_limbs ? w.top : nullptr;
       visible = scores<K>(a, b, h, q.q0, q.rows, k0, keys, q.query, key_rows, visible, w.bits, w.s,
                           w.extra, &w.ahead, bands, top);
       const bool partial = visible == Visibility::kPartial;
@@ -158,7 +166,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
         const BlockValues<K> from{value, value_rows, alone && known ? to_next(a.value) : 0,
                                   keys_beside && known ? to_next(a.key) : 0};
         if constexpr (!K::kPairs) {
-          if (q.started) rescale_rows<K>(q, old, value_dim);
+          if (q.started) rescale_rows<K>(q.rows, old, q.m, q.out, padded<K>(value_dim));
           add_values_by_rows<K>(a, from, q, keys, bands, dirty, w);
         }
       } else {
@@ -168,7 +176,8 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       q.started = true;
     }
   }
-  if constexpr (K::kLimbs > 0) finish_limbs<K>(a, w);
+  if constexpr (K::kLimbs > 0)
+    for (int64_t i = 0; i < count; i++) finish_limbs<K>(a, i, w);
 }
 
 template <class K>

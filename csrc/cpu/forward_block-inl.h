@@ -14,6 +14,17 @@ struct QueryBlock {
   bool by_rows;  // out is [64 r][padded value_dim], else [value_dim][64 r]
 };
 
+// Where a tile begins.
+struct TileStart {
+  int64_t q0, k0;
+};
+
+template <class K>
+void pack_query_once(const Attention& a, int64_t b, int64_t h, QueryBlock<K>& q) {
+  if (!q.packed) pack_query<K>(a, b, h, q.q0, q.rows, q.query);
+  q.packed = true;
+}
+
 // The lanes of P V lie along the width where that is whole vectors: then the output needs no
 // transpose; and where there are so few queries that they would leave lanes empty. The same numbers
 // are added in the same order either way.
@@ -29,8 +40,7 @@ bool fills_vectors(const Attention& a) {
 }
 template <class K>
 bool sums_by_rows(const Attention& a, int64_t rows) {
-  if (takes_limbs<K>(a, rows)) return false;
-  return !K::kPairs && (rows <= kFewByRows<K> || fills_vectors<K>(a));
+  return takes_limbs<K>(a, rows) || (!K::kPairs && (rows <= kFewByRows<K> || fills_vectors<K>(a)));
 }
 
 // Blocks that share what is packed of K and V.
@@ -184,13 +194,13 @@ void add_values_by_rows(const Attention& a, const BlockValues<K>& from, const Qu
   if (dirty) add_nonfinite_queries<K>(w.s, w.bits, from.value, a.value.row, keys, width, q.out, ld);
 }
 
-// The rows of a block whose maximum has grown from `old`.
+// The rows of `out` whose maximum m has grown from `old`.
 template <class K>
-void rescale_rows(const QueryBlock<K>& q, const typename K::T* old, int64_t width) {
+void rescale_rows(int64_t rows, const typename K::T* old, const typename K::T* m,
+                  typename K::T* out, int64_t ld) {
   using X = typename K::X;
-  const int64_t ld = padded<K>(width);
-  for (int64_t i = 0; i < q.vectors * K::kLanes; i += K::kLanes) {
-    const typename X::V raised = X::load(q.m + i), before = X::load(old + i);
+  for (int64_t i = 0; i < rows; i += K::kLanes) {
+    const typename X::V raised = X::load(m + i), before = X::load(old + i);
     const typename X::M grows = X::gt(raised, before);
     uint64_t left = X::bits(grows);
     if (!left) continue;
@@ -198,7 +208,7 @@ void rescale_rows(const QueryBlock<K>& q, const typename K::T* old, int64_t widt
     X::store(factor, exp_of<X>(X::sub(before, raised)));
     for (; left; left &= left - 1) {
       const int64_t r = __builtin_ctzll(left);
-      typename K::T* const row = q.out + (i + r) * ld;
+      typename K::T* const row = out + (i + r) * ld;
       scale_out<X>(row, 0, factor[r], 1, ld, row, 0);
     }
   }

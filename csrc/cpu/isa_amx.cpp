@@ -247,23 +247,9 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
     }
     limb[kLimbs - 1] = x;
   }
-  // P of half a block of queries: not rounded, since what it meets is.
-  struct Weights {
-    using Unit = uint32_t;
-    using Session = MultiplyTiles::Session;
-    [[maybe_unused]] static constexpr int kStep = 2, kUnitBlock = 16, kRowBlock = 16;
-    [[maybe_unused]] static constexpr bool kScaled = true;  // the queries were
-    static void store_pairs(__m512 first, __m512 second, Unit* to) {
-      __m512 x[kLimbs], y[kLimbs];
-      cut<false>(first, x);
-      cut<false>(second, y);
-      store_pair(x, y, kTile / 2 * kHalfRow, to);
-    }
-  };
-
   // `beside` takes a step with each addition. It is kept in registers: what goes through memory
-  // waits for the stores of the unit.
-  template <bool kAdd, bool kTwoRows, bool kTwoColumns, class Beside>
+  // waits for the stores of the unit. kMirrored: the bits of the same sums with A and X exchanged.
+  template <bool kAdd, bool kMirrored, bool kTwoRows, bool kTwoColumns, class Beside>
   [[gnu::always_inline]] static void block(const Limbs& a, int64_t row, const Limbs& x,
                                            int64_t lane, float* c, int64_t ldc, Beside& beside) {
     asm volatile(""
@@ -295,22 +281,28 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
       };
       const auto add = [&]() __attribute__((always_inline)) {
         _tile_dpbf16ps(0, 4, 6);
-        if constexpr (kTwoColumns) _tile_dpbf16ps(1, 4, 7);
+        if constexpr (kTwoColumns && !kMirrored) _tile_dpbf16ps(1, 4, 7);
         if constexpr (kTwoRows) _tile_dpbf16ps(2, 5, 6);
+        if constexpr (kTwoColumns && kMirrored) _tile_dpbf16ps(1, 4, 7);
         if constexpr (kTwoRows && kTwoColumns) _tile_dpbf16ps(3, 5, 7);
         beside.step();
       };
+      const auto one = [&](int part)
+                           __attribute__((always_inline)) { kMirrored ? lanes(part) : rows(part); };
+      const auto other = [&](int part) __attribute__((always_inline)) {
+        kMirrored ? rows(part) : lanes(part);
+      };
       if constexpr (kLimbs == 3) {
-        rows(0), lanes(2), add();
-        lanes(1), add();
-        rows(1), add();
-        lanes(0), add();
-        rows(2), add();
-        rows(0), add();
+        one(0), other(2), add();
+        other(1), add();
+        one(1), add();
+        other(0), add();
+        one(2), add();
+        one(0), add();
       } else {
-        rows(0), lanes(1), add();
-        lanes(0), add();
-        rows(1), add();
+        one(0), other(1), add();
+        other(0), add();
+        one(1), add();
       }
     }
     _tile_stored(0, c, ldc * 4);
@@ -322,7 +314,7 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
 
   // c[rows, vectors * 16] = A X, or c += term by term; rows padded to 16, of the lanes from `lane`
   // on.
-  template <bool kAdd = false>
+  template <bool kAdd = false, bool kMirrored = false>
   static void product(const Limbs& a, int64_t rows, const Limbs& x, int64_t lane, int64_t vectors,
                       float* c, int64_t ldc) {
     NothingBeside nothing;
@@ -330,8 +322,8 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
       for (int64_t i = 0; i < vectors; i += 2) {
         const int64_t v = column(m, i, vectors);
         const auto run = [&]<bool kTwoRows, bool kTwoColumns>() {
-          block<kAdd, kTwoRows, kTwoColumns>(a, m / 16, x, lane / 16 + v, c + m * ldc + v * 16, ldc,
-                                             nothing);
+          block<kAdd, kMirrored, kTwoRows, kTwoColumns>(a, m / 16, x, lane / 16 + v,
+                                                        c + m * ldc + v * 16, ldc, nothing);
         };
         if (m + 16 < rows)
           v + 1 < vectors ? run.template operator()<true, true>()
@@ -342,7 +334,7 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
       }
   }
   // The same beside something else, and how many steps that takes.
-  template <class Beside>
+  template <bool kMirrored = false, class Beside>
   [[gnu::always_inline]] static void product_beside(const Limbs& a, int64_t rows, const Limbs& x,
                                                     int64_t lane, int64_t vectors, float* c,
                                                     int64_t ldc, Beside& beside) {
@@ -351,10 +343,10 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
         const int64_t v = column(m, i, vectors);
         float* const to = c + m * ldc + v * 16;
         if (m + 16 < rows && v + 1 < vectors)
-          block<false, true, true>(a, m / 16, x, lane / 16 + v, to, ldc, beside);
+          block<false, kMirrored, true, true>(a, m / 16, x, lane / 16 + v, to, ldc, beside);
         else
-          product(a.from(m / 16), min_of(32, rows - m), x, lane + v * 16, min_of(2, vectors - v),
-                  to, ldc);
+          product<false, kMirrored>(a.from(m / 16), min_of(32, rows - m), x, lane + v * 16,
+                                    min_of(2, vectors - v), to, ldc);
       }
   }
   static int64_t steps(const Limbs& a, int64_t rows, int64_t vectors) {
@@ -386,6 +378,8 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
 #include "matrix-inl.h"
 //
 #include "limbs-inl.h"
+//
+#include "limbs_softmax-inl.h"
 //
 #include "limbs_forward-inl.h"
 //

@@ -44,13 +44,14 @@ template <class X>
   return X::select(in, X::mul(factor, x), X::zero());
 }
 
-// The limbs of 32 numbers: in their order, or each of the first with one of the second.
-template <class K, bool kInOrder>
+// The limbs of 32 numbers: in their order, or each of the first with one of the second. Of two
+// operands that meet one is rounded.
+template <class K, bool kInOrder, bool kRounded = true>
 [[gnu::always_inline]] inline void store_limbs(typename K::X::V first, typename K::X::V second,
                                                int64_t plane, uint32_t* to) {
   typename K::X::V x[K::kLimbs], y[K::kLimbs];
-  K::Dot::template cut<true>(first, x);
-  K::Dot::template cut<true>(second, y);
+  K::Dot::template cut<kRounded>(first, x);
+  K::Dot::template cut<kRounded>(second, y);
   kInOrder ? K::Dot::store_row(x, y, plane, to) : K::Dot::store_pair(x, y, plane, to);
 }
 
@@ -61,25 +62,39 @@ void lay_out(int64_t count, Limbs& to) {
   to.step = K::kLimbs * to.plane;
   to.across = max_of(to.along, to.room) * to.step;
 }
-// A(m, t) = factor rows[m][t]. Numbers along t are in pairs with those 16 later: no number has to
-// move to another lane.
+// A(m, t) = factor scale rows[m][t], `usual` or not after the scale. Numbers along t are in pairs
+// with those 16 later: no number has to move to another lane.
 template <class K, class S>
 void rows_in_limbs(const S* from, int64_t stride, int64_t rows, int64_t columns, float factor,
-                   Limbs& to) {
+                   Limbs& to, float scale = 1) {
   using X = typename K::X;
-  const typename X::V f = X::set(factor);
+  const typename X::V f = X::set(factor), first_factor = X::set(scale);
   uint64_t all_usual = first_bits(X::kLanes);
   lay_out<K>(columns, to);
   for (int64_t r = 0; r < round_up(rows, X::kLanes); r++)
     for (int64_t c = 0; c < columns; c += kLimbsStep) {
       const S* const p = from + r * stride + c;
-      const int64_t left = r < rows ? columns - c : 0;
-      store_limbs<K, false>(
-          usual_or_zero<X>(load_or_zero<X>(p, left), f, all_usual),
-          usual_or_zero<X>(load_or_zero<X>(p + X::kLanes, left - X::kLanes), f, all_usual),
-          to.plane, to.at(c / kLimbsStep, r / X::kLanes) + r % X::kLanes * to.row);
+      const auto part = [&](int64_t at) __attribute__((always_inline)) {
+        const int64_t left = r < rows ? columns - c - at : 0;
+        return usual_or_zero<X>(X::mul(first_factor, load_or_zero<X>(p + at, left)), f, all_usual);
+      };
+      store_limbs<K, false>(part(0), part(X::kLanes), to.plane,
+                            to.at(c / kLimbsStep, r / X::kLanes) + r % X::kLanes * to.row);
     }
   to.unusual = all_usual != first_bits(X::kLanes);
+}
+// block[c] = factor times column c of 16 rows, of which `height` are there, and as many columns,
+// of which there are `width`.
+template <class X, class S>
+[[gnu::always_inline]] inline void load_turned(const S* from, int64_t stride, int64_t height,
+                                               int64_t width, typename X::V factor,
+                                               uint64_t& all_usual,
+                                               typename X::V (&block)[X::kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < X::kLanes; i++)
+    block[i] = usual_or_zero<X>(load_or_zero<X>(from + i * stride, i < height ? width : 0), factor,
+                                all_usual);
+  X::transpose(block);
 }
 // A(m, t) = factor rows[t][m], in pairs of neighbours along t.
 template <class K, class S>
@@ -95,17 +110,36 @@ void columns_in_limbs(const S* from, int64_t stride, int64_t rows, int64_t colum
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++) {
         const int64_t first = r + half * X::kLanes;
-#pragma GCC unroll 16
-        for (int i = 0; i < X::kLanes; i++)
-          block[half][i] = usual_or_zero<X>(
-              load_or_zero<X>(from + (first + i) * stride + c, first + i < rows ? columns - c : 0),
-              f, all_usual);
-        X::transpose(block[half]);
+        load_turned<X>(from + first * stride + c, stride, rows - first, columns - c, f, all_usual,
+                       block[half]);
       }
 #pragma GCC unroll 16
       for (int i = 0; i < X::kLanes; i++)
         store_limbs<K, true>(block[0][i], block[1][i], to.plane,
                              to.at(r / kLimbsStep, c / X::kLanes) + i * to.row);
+    }
+  to.unusual = all_usual != first_bits(X::kLanes);
+}
+// X[t][lane] = rows[lane][t], in pairs as rows_in_limbs has them.
+template <class K, class S>
+void turned_in_limbs(const S* from, int64_t stride, int64_t rows, int64_t columns, Limbs& to) {
+  using X = typename K::X;
+  const typename X::V one = X::set(1);
+  uint64_t all_usual = first_bits(X::kLanes);
+  lay_out<K>(columns, to);
+  for (int64_t r = 0; r < rows; r += X::kLanes)
+    for (int64_t c = 0; c < columns; c += kLimbsStep) {
+      typename X::V block[2][X::kLanes];
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half++) {
+        const int64_t first = c + half * X::kLanes;
+        load_turned<X>(from + r * stride + first, stride, rows - r, columns - first, one, all_usual,
+                       block[half]);
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < X::kLanes; i++)
+        store_limbs<K, false>(block[0][i], block[1][i], to.plane,
+                              to.at(c / kLimbsStep, r / X::kLanes) + i * to.row);
     }
   to.unusual = all_usual != first_bits(X::kLanes);
 }
@@ -138,8 +172,9 @@ void fill_lanes(int64_t queries, int64_t rows, float value, float* to) {
       to[d * kRow + r] = value;
 }
 
-// c[key][kLd queries] += the terms of rows[key][d] lanes[d][query] of which a factor is not usual.
-template <class K, int64_t kLd, class S>
+// c[key * kKey + query * kQuery] += the terms of rows[key][d] lanes[d][query] of which a factor is
+// not usual.
+template <class K, int64_t kKey, int64_t kQuery = 1, class S>
 void add_unusual_scores(const S* rows, int64_t stride, int64_t columns, const float* lanes,
                         int64_t queries, float* c) {
   for (int64_t n = 0; n < kTile; n++)
@@ -147,7 +182,7 @@ void add_unusual_scores(const S* rows, int64_t stride, int64_t columns, const fl
       const float x = widen(rows[n * stride + d]);
       const bool all = !usual(x);
       for (int64_t r = 0; r < queries; r++)
-        if (all || !usual(lanes[d * kRow + r])) c[n * kLd + r] += lanes[d * kRow + r] * x;
+        if (all || !usual(lanes[d * kRow + r])) c[n * kKey + r * kQuery] += lanes[d * kRow + r] * x;
     }
 }
 // s[key][64 queries] = rows[key][d] lanes[d][query], of all keys of a tile: the bits of
@@ -172,26 +207,6 @@ void limbs_scores(const Operand& from, int64_t columns, const float* lanes, int6
   }
   if (unusual) add_unusual_scores<K, kRow>(rows, stride, columns, lanes, queries, s);
 }
-// out[column][64 queries] += P V, of the terms of V that are not usual and of pairs that are seen.
-template <class K>
-void add_unusual_values(const typename K::S* value, int64_t stride, int64_t columns, const Limbs& p,
-                        const uint64_t* bits, int64_t lane, int64_t queries, float* out) {
-  for (int64_t n = 0; n < kTile; n++)
-    for (int64_t d = 0; d < columns; d++) {
-      const float x = widen(value[n * stride + d]);
-      if (usual(x)) continue;
-      for (int64_t r = 0; r < queries; r++) {
-        if (bits && !(bits[n] >> (lane + r) & 1)) continue;
-        float weight = 0;
-        for (int i = K::kLimbs - 1; i >= 0; i--) {
-          const uint32_t pair = p.data[i * p.plane + n / 2 * p.row + r];
-          weight += widen(BFloat16{(uint16_t)(n % 2 ? pair >> 16 : pair)});
-        }
-        out[d * kRow + r] += weight * x;
-      }
-    }
-}
-
 // A product that still has to be added to `out`, times a factor, or, at first, stored there: row by
 // row beside the next product, since what the unit has just stored cannot be read for a while.
 template <class K>
@@ -227,36 +242,31 @@ struct PendingSum {
   }
 };
 
-// What is done to each two keys of a tile, beside a product that takes so many steps: of a few,
+// What is done piece by piece, of.piece(i), beside a product that takes so many steps: of a few,
 // some are left for the end, since what is done between two instructions of the unit should not
 // take longer than they do.
 template <class Of>
-struct KeysBeside {
+struct PiecesBeside {
   Of of;
-  int64_t share, key = 0;
-  KeysBeside(const Of& all, int64_t steps)
-      : of(all), share(max_of(1, kTile / 2 / max_of(1, steps))) {}
+  int64_t pieces, share, next = 0;
+  PiecesBeside(const Of& all, int64_t steps)
+      : of(all), pieces(all.pieces()), share(max_of(1, all.pieces() / max_of(1, steps))) {}
   [[gnu::always_inline]] void step() {
-    for (int64_t i = 0; i < share && key < kTile; i++) two_keys();
+    for (int64_t i = 0; i < share && next < pieces; i++) of.piece(next++);
   }
   void finish() {
-    while (key < kTile) two_keys();
-  }
-
- private:
-  [[gnu::always_inline]] void two_keys() {
-    of.two_keys(key);
-    key += 2;
+    while (next < pieces) of.piece(next++);
   }
 };
 // A product, and beside it what is left of a sum.
-template <class K>
+template <class K, bool kMirrored = false>
 void product_beside_sum(const Limbs& a, int64_t rows, const Limbs& x, int64_t lane, int64_t vectors,
                         float* c, int64_t ldc, PendingSum<K>& pending) {
-  if (pending.rows == 0) return K::Dot::product(a, rows, x, lane, vectors, c, ldc);
+  if (pending.rows == 0)
+    return K::Dot::template product<false, kMirrored>(a, rows, x, lane, vectors, c, ldc);
   PendingSum<K> sum = pending;  // in registers
   sum.beside(K::Dot::steps(a, rows, vectors));
-  K::Dot::product_beside(a, rows, x, lane, vectors, c, ldc, sum);
+  K::Dot::template product_beside<kMirrored>(a, rows, x, lane, vectors, c, ldc, sum);
   sum.finish();
   pending.rows = 0;
 }

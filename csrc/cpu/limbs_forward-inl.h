@@ -3,97 +3,6 @@
 namespace mha_ext::cpu {
 namespace {
 
-// softmax_pairs of rows of two vectors beside another product, run(beside), of so many steps. A
-// bias that all queries share is added to the scores where the exponentials are computed, so that
-// nobody touches once more what the unit has stored.
-template <class K, int64_t kLd, class Product>
-void softmax_beside(int64_t steps, const Product& run, bool started, typename K::T* s,
-                    const typename K::T* bias, Seen seen, Seen kept, typename K::T* m,
-                    typename K::T* l, typename K::T* out, int64_t value_dim,
-                    typename K::Unit* pairs, Ahead& ahead) {
-  using X = typename K::X;
-  constexpr int NV = 2;
-  static_assert(kLd == NV * K::kLanes);
-  const auto add_bias = [&] {
-    for (int64_t n = 0; bias && n < kTile; n++)
-      for (typename K::T* to = s + n * kLd; to < s + (n + 1) * kLd; to += K::kLanes)
-        X::store(to, add_to_score<X>(X::load(to), X::set(bias[n])));
-    bias = nullptr;
-  };
-  bool done = false;
-  const auto beside = [&]<bool kAsk, bool kMasked, bool kDropout, bool kBias>() {
-    using Of = PairExponentials<K, NV, kLd, true, kAsk, kMasked, kDropout, kBias>;
-    KeysBeside<Of> exponentials(Of(s, 1, seen, kept, m, pairs, ahead, bias), steps);
-    run(exponentials);
-    exponentials.finish();
-    done = exponentials.of.finish(l);
-  };
-  by_masks(seen, kept, [&]<bool kMasked, bool kDropout>() {
-    if (!started || (!kMasked && lacks_level<K, NV>(m))) {
-      add_bias();
-      raise_levels<K, NV, kMasked, kLd>(kTile, s, nullptr, seen, m, l, out, value_dim);
-    }
-    if (ahead.waiting())
-      bias ? beside.template operator()<true, kMasked, kDropout, true>()
-           : beside.template operator()<true, kMasked, kDropout, false>();
-    else
-      bias ? beside.template operator()<false, kMasked, kDropout, true>()
-           : beside.template operator()<false, kMasked, kDropout, false>();
-  });
-  if (done) return;
-  add_bias();
-  softmax_pairs<K, kLd>(NV, false, s, 1, seen, kept, m, l, out, value_dim, pairs, ahead,
-                        NothingBeside{});
-}
-
-// Half a block of queries and a tile of keys whose scores are there.
-template <class K>
-struct PendingHalf {
-  float* s = nullptr;           // [key][kHalfRow]; nothing waits without
-  const float* bias = nullptr;  // [key], that is not in s yet
-  const typename K::S* value = nullptr;
-  float *m, *l, *out;
-  Seen seen, kept;
-  int64_t vectors, queries;
-  bool started;
-};
-
-// What forward keeps in limbs: of the tile, of half of its weights, and of each block of queries.
-template <class K>
-struct ForwardLimbs<K, true> {
-  Limbs key, value, weights, query[kGroup];
-  float* sums[2];  // [value_dim][kHalfRow] of the last products, of which one is pending
-  PendingSum<K> pending;
-  PendingHalf<K> half;
-  const typename K::S* value_of = nullptr;  // of which rows `value` is
-  uint64_t *other_bits, *other_keep;        // of the tile before, which may still be wanted
-  float bias[2][kTile];                     // of the keys of the tile, for each half
-  int turn = 0;                             // of the two halves that w.s has room for
-  bool packed, query_packed[kGroup];
-
-  ForwardLimbs(const Attention& a, Arena& arena) {
-    const bool taken = takes_limbs<K>(a, a.queries);
-    const auto take = [&](int64_t along, int64_t across) {
-      Limbs t;
-      t.data = arena.take<uint32_t>(taken ? limbs_size<K>(along, across) : 0);
-      return t;
-    };
-    key = take(a.head_dim, kTile);
-    value = take(kTile, a.value_dim);
-    weights = take(kTile, kHalfRow);
-    weights.row = kHalfRow;  // as store_pairs of Weights has them
-    weights.plane = kTile / 2 * kHalfRow;
-    weights.step = kLimbsStep / 2 * kHalfRow;
-    weights.across = K::kLanes;
-    for (int64_t i = 0; i < min_of(kGroup, ceil_div(a.queries, kTile)); i++)
-      query[i] = take(a.head_dim, kRow);
-    for (float*& sum : sums)
-      sum = arena.take<float>(taken ? round_up(a.value_dim, K::kLanes) * kHalfRow : 0);
-    other_bits = arena.take<uint64_t>(kTile);
-    other_keep = arena.take<uint64_t>(kTile);
-  }
-};
-
 // A product of scores takes so many steps. Of many it takes long enough for exponentials beside it;
 // beside fewer they take as long as alone, since while the unit works one port less multiplies
 // vectors.
@@ -103,8 +12,29 @@ int64_t score_steps(const Attention& a) {
 }
 constexpr int64_t kManySteps = 12;
 template <class K>
-bool computes_beside(const Attention& a, int64_t vectors) {
-  return vectors == 2 && score_steps<K>(a) >= kManySteps;
+bool computes_beside(const Attention& a, int64_t queries) {
+  return queries > K::kLanes && score_steps<K>(a) >= kManySteps;
+}
+
+// out[query][ld columns] += P V, of the terms of V that are not usual and of pairs that are seen.
+template <class K>
+void add_unusual_values(const Attention& a, const ScoredHalf<K>& half, const Limbs& p, int64_t ld) {
+  for (int64_t n = 0; n < kTile; n++)
+    for (int64_t d = 0; d < a.value_dim; d++) {
+      const float x = widen(half.value[n * a.value.row + d]);
+      if (usual(x)) continue;
+      for (int64_t r = 0; r < half.queries; r++) {
+        if (half.masked && !(half.seen[r] >> n & 1)) continue;
+        const uint32_t* const pair = p.at(n / kLimbsStep, r / K::kLanes) + r % K::kLanes * p.row;
+        const bool second = n % kLimbsStep >= K::kLanes;
+        float weight = 0;
+        for (int i = K::kLimbs - 1; i >= 0; i--) {
+          const uint32_t both = pair[i * p.plane + n % K::kLanes];
+          weight += widen(BFloat16{(uint16_t)(second ? both >> 16 : both)});
+        }
+        half.out[r * ld + d] += weight * x;
+      }
+    }
 }
 
 // Runs a product of scores, product(beside), and beside it the exponentials of the half that waits;
@@ -112,119 +42,182 @@ bool computes_beside(const Attention& a, int64_t vectors) {
 // sums beside the exponentials.
 template <class K, class Product>
 void finish_half(const Attention& a, const Product& product, ForwardScratch<K>& w) {
-  using Pairs = Kind<typename K::X, typename K::Dot::Weights, float>;
   ForwardLimbs<K>& t = w.limbs;
-  const PendingHalf<K> half = t.half;
+  ScoredHalf<K> half = t.half;
   t.half.s = nullptr;
   NothingBeside nothing;
   if (!half.s) return product(nothing);
   if (t.pending.out == half.out) t.pending.finish();  // before its level may rise
-  const bool beside = computes_beside<K>(a, half.vectors);
-  const int64_t rescaled = half.started ? a.value_dim : 0;
-  if (beside) {
-    softmax_beside<Pairs, kHalfRow>(score_steps<K>(a), product, half.started, half.s, half.bias,
-                                    half.seen, half.kept, half.m, half.l, half.out, rescaled,
-                                    t.weights.data, w.ahead);
+  if (computes_beside<K>(a, half.queries)) {
+    softmax_rows<K>(a, half, score_steps<K>(a), w, [&](auto& rows) __attribute__((always_inline)) {
+      product(rows);
+      rows.finish();
+    });
   } else {
     product(nothing);
-    t.pending.beside(kTile / 2 * half.vectors);
-    softmax_pairs<Pairs, kHalfRow>(half.vectors, half.started, half.s, 1, half.seen, half.kept,
-                                   half.m, half.l, half.out, rescaled, t.weights.data, w.ahead,
-                                   t.pending);
-    t.pending.finish();
+    PendingSum<K>& pending = t.pending;
+    pending.beside(half.queries);
+    softmax_rows<K>(a, half, half.queries, w, [&](auto& rows) __attribute__((always_inline)) {
+      for (int64_t r = 0; r < half.queries; r++) {
+        pending.step();
+        rows.step();
+      }
+    });
+    pending.finish();
   }
   if (t.value_of != half.value)
-    columns_in_limbs<K>(half.value, a.value.row, kTile, a.value_dim, kLimbsScale, t.value);
+    lanes_in_limbs<K>(half.value, a.value.row, kTile, a.value_dim, kLimbsScale, t.value);
   t.value_of = half.value;
+  const int64_t ld = padded<K>(a.value_dim), vectors = ld / K::kLanes;
   float* const sum = t.pending.rows > 0 && t.pending.sum == t.sums[0] ? t.sums[1] : t.sums[0];
-  product_beside_sum<K>(t.value, a.value_dim, t.weights, 0, half.vectors, sum, kHalfRow, t.pending);
-  t.pending = {sum,      half.out, a.value_dim,     half.vectors,
-               kHalfRow, kRow,     1 / kLimbsScale, !half.started};
+  product_beside_sum<K, true>(t.weights, half.queries, t.value, 0, vectors, sum, ld, t.pending);
+  const int64_t together = vectors % 2 ? 1 : 2, numbers = together * K::kLanes;
+  t.pending = {sum,
+               half.out,
+               half.queries * vectors / together,
+               together,
+               numbers,
+               numbers,
+               1 / kLimbsScale,
+               !half.started};
   if (t.value.unusual) {
     t.pending.finish();
-    add_unusual_values<K>(half.value, a.value.row, a.value_dim, t.weights, half.seen.bits,
-                          half.seen.first, half.queries, half.out);
+    add_unusual_values<K>(a, half, t.weights, ld);
   }
 }
-// All that waits.
+// All that waits; then l of the i-th block lacks nothing.
 template <class K>
-void finish_limbs(const Attention& a, ForwardScratch<K>& w) {
-  finish_half<K>(a, [](auto&) {}, w);
-  w.limbs.pending.finish();
-}
-
-// The bias of keys that all queries share; false where it is another, or hides a key.
-template <class K, class E>
-bool bias_of_keys(const Attention& a, int64_t b, int64_t h, int64_t k0, float* to) {
-  if (a.bias.query != 0) return false;
-  const E* const from =
-      (const E*)a.bias.data + b * a.bias.batch + h * a.bias.head + k0 * a.bias.key;
-  bool hides = false;
-  for (int64_t n = 0; n < kTile; n++) {
-    to[n] = widen(from[n * a.bias.key]);
-    hides |= to[n] == -(float)INFINITY;
-  }
-  return !hides;
-}
-
-// As matrix_tile, of the i-th block: m, l and `out` over 64 more keys, by halves of the queries.
-// The last one is left to wait.
-template <class K>
-void limbs_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t i, Visibility visible,
-                ForwardScratch<K>& w) {
+void finish_limbs(const Attention& a, int64_t i, ForwardScratch<K>& w) {
+  using X = typename K::X;
   ForwardLimbs<K>& t = w.limbs;
-  const QueryBlock<K>& q = w.blocks[i];
-  const int64_t kv = kv_head(a, h);
+  finish_half<K>(a, [](auto&) {}, w);
+  t.pending.finish();
+  if (!t.query_packed[i]) return;
+  float* l = w.blocks[i].l;
+  for (const HalfSums& half : t.half_sums[i]) {
+    for (int64_t r = 0; r < kHalfRow; r += K::kLanes, l += K::kLanes) {
+      typename X::V rows[K::kLanes];
+#pragma GCC unroll 16
+      for (int n = 0; n < K::kLanes; n++) rows[n] = X::load(half.now + (r + n) * K::kLanes);
+      X::store(l, X::add(X::load(l), X::sum_each(rows)));
+    }
+    __builtin_memset(half.now, 0, kHalfRow * K::kLanes * sizeof(float));
+  }
+}
+
+// The bias of so many queries from q0 on; what is no row of neighbours is copied to be one.
+template <class K>
+BiasRows bias_rows(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t queries,
+                   int64_t k0, float* scratch, int64_t ahead = 0) {
+  if (!a.bias.data) return {};
+  const Pairs& bias = a.bias;
+  const int64_t at = b * bias.batch + h * bias.head + q0 * bias.query + k0 * bias.key;
+  const auto rows = [&]<class E>() {
+    const E* const from = (const E*)bias.data + at;
+    if (bias.key == 1)
+      return BiasRows{from, bias.query, a.bias_is_float32, ahead * (int64_t)sizeof(E)};
+    for (int64_t r = 0; r < queries; r++)
+      for (int64_t n = 0; n < kTile; n++)
+        scratch[r * kTile + n] = widen(from[r * bias.query + n * bias.key]);
+    return BiasRows{scratch, kTile, true};
+  };
+  return a.bias_is_float32 ? rows.template operator()<float>()
+                           : rows.template operator()<typename K::S>();
+}
+
+// Numbers from a tile to the one that comes next.
+inline int64_t numbers_ahead(const Pairs& pairs, TileStart from, TileStart to) {
+  return (to.q0 - from.q0) * pairs.query + (to.k0 - from.k0) * pairs.key;
+}
+// What the queries of a block see of a tile in limbs, which no band cuts: bit n of the next tile's
+// seen[r], of key n.
+template <class K>
+Visibility limbs_visibility(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
+                            int64_t k0, TileStart next, ForwardLimbs<K>& t) {
+  using Bytes = typename K::X::U::Bytes;
+  const bool biased = a.bias.data && t.bias_hides;
+  if (!a.mask.data && !biased) return Visibility::kFull;
+  uint64_t* const seen = t.seen[t.side];
+  const int32_t size = a.mask.item_size;
+  const char* const mask =
+      (const char*)a.mask.data +
+      (b * a.mask.batch + h * a.mask.head + q0 * a.mask.query + k0 * a.mask.key) * size;
+  if (!a.mask.data) {
+    for (int64_t r = 0; r < rows; r++) seen[r] = ~0ull;
+  } else if (takes_bytes<Bytes>(a.mask.key, size, kTile)) {  // in a loop that asks nothing else
+    const int64_t ahead = numbers_ahead(a.mask, {q0, k0}, next);
+    for (int64_t r = 0; r < rows; r++) {
+      const char* const row = mask + r * a.mask.query;
+      __builtin_prefetch(row + ahead, 0, 2);
+      seen[r] = Bytes::nonzero(row);
+    }
+  } else {
+    for (int64_t r = 0; r < rows; r++)
+      seen[r] = mask_row(mask + r * a.mask.query * size, a.mask.key, size, kTile);
+  }
+  for (int64_t lane = 0; biased && lane < rows; lane += kHalfRow) {
+    const int64_t queries = min_of(kHalfRow, rows - lane);
+    hide_by_bias<K>(bias_rows<K>(a, b, h, q0 + lane, queries, k0, t.bias[1 - t.turn]), queries,
+                    seen + lane);
+  }
+  uint64_t any = 0, every = ~0ull;
+  for (int64_t r = 0; r < rows; r++) {
+    any |= seen[r];
+    every &= seen[r];
+  }
+  return !any ? Visibility::kEmpty : ~every ? Visibility::kPartial : Visibility::kFull;
+}
+
+// m, l and `out` of the i-th block over 64 more keys, by halves of its queries. The last one is
+// left to wait.
+template <class K>
+void limbs_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t i, TileStart next,
+                Visibility visible, ForwardScratch<K>& w) {
+  ForwardLimbs<K>& t = w.limbs;
+  QueryBlock<K>& q = w.blocks[i];
+  const int64_t kv = kv_head(a, h), ld = padded<K>(a.value_dim);
   const typename K::S* const key = row_of<K>(a.key, b, kv, k0);
-  if (!t.packed) rows_in_limbs<K>(key, a.key.row, kTile, a.head_dim, 1, t.key);
+  if (!t.packed) turned_in_limbs<K>(key, a.key.row, kTile, a.head_dim, t.key);
   t.packed = true;
   Limbs& query = t.query[i];
-  if (!t.query_packed[i])
-    lanes_in_limbs<K>(q.query, kRow, a.head_dim, q.vectors * K::kLanes, 1, query);
+  if (!t.query_packed[i]) {
+    rows_in_limbs<K>(row_of<K>(a.query, b, h, q.q0), a.query.row, q.rows, a.head_dim, 1, query,
+                     (float)a.scale);
+    for (const HalfSums& half : t.half_sums[i])
+      __builtin_memset(half.now, 0, kHalfRow * K::kLanes * sizeof(float));
+  }
   t.query_packed[i] = true;
-  if (a.dropout.seed) dropout_tile<K>(a, b, h, q.q0, q.rows, k0, kTile, w.keep);
-  const Seen kept{a.dropout.seed ? w.keep : nullptr};
-  for (int64_t lane = 0; lane < q.vectors * K::kLanes; lane += kHalfRow) {
-    const int64_t vectors = min_of(kHalfRow / K::kLanes, q.vectors - lane / K::kLanes);
+  uint64_t *const seen = t.seen[t.side], *const keep = t.keep[t.side];
+  if (a.dropout.seed) dropout_rows<K>(a, b, h, q.q0, q.rows, k0, keep);
+  for (int64_t lane = 0; lane < q.rows; lane += kHalfRow) {
     const int64_t queries = min_of(kHalfRow, q.rows - lane);
     if (t.half.s) t.turn = 1 - t.turn;
-    float* const s = w.s + t.turn * kTile * kHalfRow;
+    float* const s = w.s + t.turn * kHalfRow * kTile;
     const auto product = [&](auto& beside) __attribute__((always_inline)) {
-      K::Dot::product_beside(t.key, kTile, query, lane, vectors, s, kHalfRow, beside);
+      K::Dot::template product_beside<true>(query.from(lane / K::kLanes), queries, t.key, 0,
+                                            kTile / K::kLanes, s, kTile, beside);
     };
     finish_half<K>(a, product, w);
-    if (t.key.unusual || query.unusual)
-      add_unusual_scores<K, kHalfRow>(key, a.key.row, a.head_dim, q.query + lane, queries, s);
-    const float* bias = nullptr;
-    if (a.bias.data && computes_beside<K>(a, vectors)) {
-      const auto of_keys =
-          a.bias_is_float32 ? bias_of_keys<K, float> : bias_of_keys<K, typename K::S>;
-      if (of_keys(a, b, h, k0, t.bias[t.turn])) bias = t.bias[t.turn];
+    if (t.key.unusual || query.unusual) {
+      pack_query_once<K>(a, b, h, q);
+      add_unusual_scores<K, 1, kTile>(key, a.key.row, a.head_dim, q.query + lane, queries, s);
     }
-    if (a.bias.data && !bias)
-      visible = add_biases<K, kHalfRow>(a, b, h, q.q0, q.rows, lane, queries, k0, kTile, visible,
-                                        w.bits, s, w.extra);
-    const Seen seen{visible == Visibility::kPartial ? w.bits : nullptr};
     t.half = {s,
-              bias,
               row_of<K>(a.value, b, kv, k0),
+              bias_rows<K>(a, b, h, q.q0 + lane, queries, k0, t.bias[t.turn],
+                           numbers_ahead(a.bias, {q.q0, k0}, next)),
               q.m + lane,
               q.l + lane,
-              q.out + lane,
-              seen.from(0, lane),
-              kept.from(0, lane),
-              vectors,
+              q.out + lane * ld,
+              &t.half_sums[i][lane / kHalfRow],
+              seen + lane,
+              a.dropout.seed ? keep + lane : nullptr,
               queries,
+              visible == Visibility::kPartial,
               q.started};
-    if (!computes_beside<K>(a, vectors)) finish_half<K>(a, [](auto&) {}, w);
+    if (!computes_beside<K>(a, queries)) finish_half<K>(a, [](auto&) {}, w);
   }
-  const auto exchange = [](uint64_t*& x, uint64_t*& y) {
-    uint64_t* const one = x;
-    x = y;
-    y = one;
-  };
-  exchange(w.bits, t.other_bits);
-  exchange(w.keep, t.other_keep);
+  t.side = 1 - t.side;
 }
 
 }  // namespace

@@ -89,7 +89,8 @@ struct HalfGradients {
   const float *s, *dp;
   GradLanes<X> of[2];
   void (*run)(const HalfGradients&, int64_t n);
-  void two_keys(int64_t n) const { run(*this, n); }
+  static int64_t pieces() { return kTile / 2; }
+  void piece(int64_t i) const { run(*this, 2 * i); }
 };
 
 // kAny: ds_tile has the terms of dP that dP lacks, and gets dS.
@@ -234,7 +235,7 @@ template <class K>
 void limbs_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t q0,
                     int64_t k0, const typename K::S* value, const TilePlace<K>& tile,
                     Visibility visible, bool wanted, BackwardScratch<K>& w) {
-  using Half = KeysBeside<HalfGradients<K>>;
+  using Half = PiecesBeside<HalfGradients<K>>;
   BackwardLimbs<K>& t = w.limbs;
   typename BackwardLimbs<K>::Keys& keys = t.keys[tile.at / kTile];
   pack_limbs<K>(a, g, tile, value, w, keys);

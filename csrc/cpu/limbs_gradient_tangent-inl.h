@@ -61,7 +61,8 @@ struct HalfGradientTangents {
   typename X::V keep_scale;
   Lanes of[2];
   void (*run)(const HalfGradientTangents&, int64_t n);
-  void two_keys(int64_t n) const { run(*this, n); }
+  static int64_t pieces() { return kTile / 2; }
+  void piece(int64_t i) const { run(*this, 2 * i); }
 };
 
 template <class K, bool kScores, bool kProducts, bool kMasked>
@@ -272,7 +273,7 @@ bool limbs_gradient_tangent(const Attention& a, const AttentionGrad& g, const At
   const auto first_query = [&](auto& beside) __attribute__((always_inline)) {
     if (query) K::Dot::product_beside(across, d, ds_lanes, 0, 2, l.query_sum, kRow, beside);
   };
-  using Half = KeysBeside<HalfGradientTangents<K>>;
+  using Half = PiecesBeside<HalfGradientTangents<K>>;
   const auto gradients = [&](int64_t lane, int64_t beside) {
     return Half(half_gradient_tangents<K>(a, lane, with_scores, with_products, w), beside);
   };

@@ -141,6 +141,8 @@ class HalfTangents {
       mu_[0][i] = mu_[1][i] = X::zero();
     }
   }
+  static int64_t pieces() { return kTile / 2; }
+  [[gnu::always_inline]] void piece(int64_t i) { two_keys(2 * i); }
   [[gnu::always_inline]] void two_keys(int64_t n) {
     const V scale = X::set(kLimbsScale);
     const int64_t to = n % kLimbsStep / 2 * p_.row;
@@ -271,11 +273,11 @@ bool limbs_tangent(const Attention& a, const AttentionTangent& t, int64_t b, int
   const auto run = [&]<bool kScores, bool kMasked>() {
     using Half = HalfTangents<K, kScores, kMasked>;
     const uint64_t* const kept = a.dropout.seed ? w.keep : l.pairs.all;
-    KeysBeside<Half> first(Half(q, 0, kept, w), score_steps);
+    PiecesBeside<Half> first(Half(q, 0, kept, w), score_steps);
     if (q.rows > kHalfRow) {
       scores(kHalfRow, first);
       first.finish();
-      KeysBeside<Half> second(Half(q, kHalfRow, kept, w), value_steps);
+      PiecesBeside<Half> second(Half(q, kHalfRow, kept, w), value_steps);
       K::Dot::product_beside(values, a.value_dim, weights(0), 0, 2, l.sums[0], kHalfRow, second);
       second.finish();
       second.of.finish(q.mu);

@@ -156,21 +156,19 @@ void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, See
 
 // The exponentials of all 64 keys for NV vectors of queries, two keys at a time: P comes as pairs
 // of keys, S stays. kTry: in the hope that no level has to be raised. kAsk: two lines of what is
-// wanted next are asked for with each two keys of a vector. kBias: one that all queries share is
-// not in the scores yet.
-template <class K, int NV, int64_t kLd, bool kTry, bool kAsk, bool kMasked, bool kDropout,
-          bool kBias = false>
+// wanted next are asked for with each two keys of a vector.
+template <class K, int NV, int64_t kLd, bool kTry, bool kAsk, bool kMasked, bool kDropout>
 class PairExponentials {
   using T = typename K::T;
   using X = typename K::X;
   using V = typename X::V;
   // Whether a matrix unit made S, which does not scale it.
-  static constexpr bool kScales = K::Dot::kRowBlock > 1 && !requires { K::Dot::kScaled; };
+  static constexpr bool kScales = K::Dot::kRowBlock > 1;
 
  public:
   PairExponentials(const T* s, T factor, Seen seen, Seen kept, const T* m, typename K::Unit* pairs,
-                   Ahead& ahead, const T* bias = nullptr)
-      : s_(s), bias_(bias), seen_(seen), kept_(kept), m_(m), pairs_(pairs), ahead_(&ahead) {
+                   Ahead& ahead)
+      : s_(s), seen_(seen), kept_(kept), m_(m), pairs_(pairs), ahead_(&ahead) {
     factor_ = X::set(factor);
 #pragma GCC unroll 4
     for (int i = 0; i < NV; i++) {
@@ -186,8 +184,8 @@ class PairExponentials {
       ahead_->ask(lines_);
     }
     const T* p = s_ + n * kLd + i * K::kLanes;
-    const V x0 = X::sub(with_bias(scaled(X::load(p)), n), level_[i]);
-    const V x1 = X::sub(with_bias(scaled(X::load(p + kLd)), n + 1), level_[i]);
+    const V x0 = X::sub(scaled(X::load(p)), level_[i]);
+    const V x1 = X::sub(scaled(X::load(p + kLd)), level_[i]);
     if (kTry) {
       top_[i] = seen_or<X, kMasked>(seen_, n, i, X::max(x0, top_[i]), top_[i]);
       top_[i] = seen_or<X, kMasked>(seen_, n + 1, i, X::max(x1, top_[i]), top_[i]);
@@ -199,10 +197,6 @@ class PairExponentials {
     K::Dot::store_pairs(seen_or<X, kDropout>(kept_, n, i, e0, X::zero()),
                         seen_or<X, kDropout>(kept_, n + 1, i, e1, X::zero()),
                         pairs_ + n / 2 * kLd + i * K::kLanes);
-  }
-  [[gnu::always_inline]] void two_keys(int64_t n) {
-#pragma GCC unroll 4
-    for (int i = 0; i < NV; i++) step(n, i);
   }
   // Adds P to l; false, where a level has to be raised: then l is as it was.
   bool finish(T* l) {
@@ -230,12 +224,7 @@ class PairExponentials {
     return score;
   }
 
-  [[gnu::always_inline]] V with_bias(V score, int64_t n) const {
-    if constexpr (!kBias) return score;
-    return add_to_score<X>(score, X::set(bias_[n]));
-  }
-
-  const T *s_, *bias_;
+  const T* s_;
   Seen seen_, kept_;
   const T* m_;
   typename K::Unit* pairs_;

@@ -1,0 +1,287 @@
+// The softmax of half a tile of forward whose products are multiplied in limbs. The rows of its
+// scores are queries and the lanes keys, so that a mask and a bias are read as they lie.
+namespace mha_ext::cpu {
+namespace {
+
+// A bias of float32, or of the storage type: rows of keys that are neighbours, the same one for all
+// queries where the stride is 0.
+struct BiasRows {
+  const void* data = nullptr;
+  int64_t stride = 0;
+  bool is_float32 = true;
+  int64_t ahead = 0;  // bytes to those that will be wanted next
+};
+struct NoBias {};
+template <class E>
+constexpr bool kIsBias = true;
+template <>
+constexpr bool kIsBias<NoBias> = false;
+
+// Sums of P for each query of half a block, [query][kLanes], that l still lacks: what the next tile
+// adds up stands beside them until it is known that no level has to be raised.
+struct HalfSums {
+  float *now, *next;
+};
+
+// Half a block of queries and a tile of keys whose scores are there.
+template <class K>
+struct ScoredHalf {
+  float* s = nullptr;  // [query][kTile]; nothing waits without
+  const typename K::S* value = nullptr;
+  BiasRows bias;  // that is not in s yet
+  float *m, *l, *out;
+  HalfSums* sums;
+  uint64_t* seen;        // of each query, bit n: whether it sees key n
+  const uint64_t* kept;  // likewise, or nullptr
+  int64_t queries;
+  bool masked;  // whether anybody has to look at `seen`
+  bool started;
+};
+
+// What forward keeps in limbs: of the tile, of half of its weights, and of each block of queries.
+template <class K>
+struct ForwardLimbs<K, true> {
+  Limbs key, value, weights, query[kGroup];
+  float* sums[2];  // [kHalfRow][padded value_dim] of the last products, of which one is pending
+  PendingSum<K> pending;
+  ScoredHalf<K> half;
+  const typename K::S* value_of = nullptr;  // of which rows `value` is
+  uint64_t *seen[2], *keep[2];              // of this tile, and of the one before
+  float* bias[2];                           // of a half, where its keys are no neighbours
+  float* levels;                            // of a half
+  HalfSums half_sums[kGroup][2];
+  int turn = 0;             // of the two halves that w.s has room for
+  int side = 0;             // of the two tiles
+  bool bias_hides = false;  // whether one has
+  bool packed, query_packed[kGroup];
+
+  ForwardLimbs(const Attention& a, Arena& arena) {
+    const bool taken = takes_limbs<K>(a, a.queries);
+    const auto take = [&](int64_t along, int64_t across) {
+      Limbs t;
+      t.data = arena.take<uint32_t>(taken ? limbs_size<K>(along, across) : 0);
+      return t;
+    };
+    key = take(a.head_dim, kTile);
+    value = take(kTile, a.value_dim);
+    weights = take(kTile, kHalfRow);
+    weights.plane = kHalfRow * K::kLanes;
+    weights.along = kTile / kLimbsStep;
+    weights.step = K::kLimbs * weights.plane;
+    weights.across = K::kLanes * K::kLanes;
+    for (int64_t i = 0; i < min_of(kGroup, ceil_div(a.queries, kTile)); i++)
+      query[i] = take(a.head_dim, kRow);
+    for (float*& sum : sums) sum = arena.take<float>(taken ? padded<K>(a.value_dim) * kHalfRow : 0);
+    for (float*& rows : bias)
+      rows = arena.take<float>(taken && a.bias.data && a.bias.key != 1 ? kHalfRow * kTile : 0);
+    for (int i = 0; i < 2; i++) {
+      seen[i] = arena.take<uint64_t>(taken ? kTile : 0);
+      keep[i] = arena.take<uint64_t>(taken ? kTile : 0);
+    }
+    levels = arena.take<float>(kHalfRow);
+    for (int64_t i = 0; i < min_of(kGroup, ceil_div(a.queries, kTile)); i++)
+      for (HalfSums& half : half_sums[i]) {
+        half.now = arena.take<float>(taken ? kHalfRow * K::kLanes : 0);
+        half.next = arena.take<float>(taken ? kHalfRow * K::kLanes : 0);
+      }
+  }
+};
+
+// The exponentials of a row of 64 scores with each piece: P comes in limbs, S stays. In the hope
+// that no level has to be raised, and that no bias is infinite. kAsk: a line of what is wanted next
+// is asked for with each vector.
+template <class K, bool kAsk, bool kMasked, bool kDropout, class E>
+class RowExponentials {
+  using X = typename K::X;
+  using V = typename X::V;
+  static constexpr int kVectors = kTile / K::kLanes;
+  static constexpr int64_t kPlane = kHalfRow * K::kLanes;
+
+ public:
+  RowExponentials(const ScoredHalf<K>& half, const ForwardLimbs<K>& t, Ahead& ahead)
+      : s_(half.s),
+        levels_(t.levels),
+        bias_((const E*)half.bias.data),
+        bias_stride_(half.bias.stride),
+        bias_ahead_(half.bias.ahead),
+        queries_(half.queries),
+        seen_{half.seen},
+        kept_{half.kept},
+        sums_(half.sums->now),
+        next_sums_(half.sums->next),
+        weights_(t.weights.data),
+        ahead_(&ahead) {
+    for (int i = 0; i < 2; i++) {
+      top_[i] = X::set(-(float)INFINITY);
+      finite_[i] = X::zero();
+    }
+    for (int64_t r = 0; r < kHalfRow; r += K::kLanes)
+      X::store(t.levels + r, level_of<K>(half.m + r));
+    if constexpr (kAsk) lines_ = ahead.lines();
+  }
+  int64_t pieces() const { return queries_; }
+  [[gnu::always_inline]] void piece(int64_t r) {
+    const V level = X::set(levels_[r]), lowest = X::set(Exp<float>::lowest_finite);
+    uint32_t* const to = weights_ + r * K::kLanes;
+    V sum = X::load(sums_ + r * K::kLanes);
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; i += 2) {
+      V e[2];
+#pragma GCC unroll 2
+      for (int k = 0; k < 2; k++) {
+        if constexpr (kAsk) ahead_->ask(lines_);
+        const int64_t at = (i + k) * K::kLanes;
+        V x = X::load(s_ + r * kTile + at);
+        if constexpr (kIsBias<E>) {
+          const E* const bias = bias_ + r * bias_stride_ + at;
+          if (at * (int64_t)sizeof(E) % kLine == 0)
+            __builtin_prefetch((const char*)bias + bias_ahead_, 0, 2);
+          x = X::add(x, X::load(bias));
+        }
+        x = seen_or<X, kMasked>(seen_, r, i + k, X::sub(x, level), lowest);
+        if constexpr (kIsBias<E>)
+          finite_[k] = X::fma(x, X::zero(), finite_[k]);  // NaN where x is not
+        top_[k] = X::max(x, top_[k]);
+        e[k] = exp_of<X>(x);
+      }
+      sum = X::add(sum, X::add(e[0], e[1]));
+      store_limbs<K, false, false>(seen_or<X, kDropout>(kept_, r, i, e[0], X::zero()),
+                                   seen_or<X, kDropout>(kept_, r, i + 1, e[1], X::zero()), kPlane,
+                                   to + i / 2 * K::kLimbs * kPlane);
+    }
+    X::store(next_sums_ + r * K::kLanes, sum);
+  }
+  // Whether that was more than a hope.
+  bool finish() {
+    if constexpr (kAsk) ahead_->stopped(lines_);
+    const V finite = X::add(finite_[0], finite_[1]);
+    return !X::bits(X::gt(X::max(top_[0], top_[1]), X::set(kSlack<float>))) &&
+           X::bits(X::eq(finite, finite)) == first_bits(K::kLanes);
+  }
+
+ private:
+  const float *s_, *levels_;
+  const E* bias_;
+  int64_t bias_stride_, bias_ahead_, queries_;
+  Seen seen_, kept_;
+  const float* sums_;
+  float* next_sums_;
+  uint32_t* weights_;
+  Ahead* ahead_;
+  Ahead::Lines lines_{};
+  V top_[2], finite_[2];
+};
+
+// run<E>() for the type of a bias.
+template <class K, class Run>
+auto by_bias(const BiasRows& bias, const Run& run) {
+  if (!bias.data) return run.template operator()<NoBias>();
+  return bias.is_float32 ? run.template operator()<float>()
+                         : run.template operator()<typename K::S>();
+}
+
+// seen[query] without the keys that a bias of -inf hides.
+template <class K>
+void hide_by_bias(const BiasRows& bias, int64_t queries, uint64_t* seen) {
+  using X = typename K::X;
+  const typename X::V hidden = X::set(-(float)INFINITY);
+  by_bias<K>(bias, [&]<class E>() {
+    if constexpr (kIsBias<E>)
+      for (int64_t r = 0; r < queries; r++)
+        for (int64_t n = 0; n < kTile; n += K::kLanes) {
+          const auto v = X::load((const E*)bias.data + r * bias.stride + n);
+          seen[r] &= ~(X::bits(X::eq(v, hidden)) << n);
+        }
+  });
+}
+
+// Adds the bias to the scores, finds what it hides, and raises the levels that have to be: what was
+// summed with the old ones is rescaled.
+template <class K>
+void raise_rows(const Attention& a, ForwardLimbs<K>& t, ScoredHalf<K>& half) {
+  using X = typename K::X;
+  if (half.bias.data) {
+    if (!half.masked)
+      for (int64_t r = 0; r < half.queries; r++) half.seen[r] = ~0ull;
+    hide_by_bias<K>(half.bias, half.queries, half.seen);
+    uint64_t every = ~0ull;
+    for (int64_t r = 0; r < half.queries; r++) every &= half.seen[r];
+    t.bias_hides |= !half.masked && ~every;
+    half.masked |= ~every != 0;
+    by_bias<K>(half.bias, [&]<class E>() {
+      if constexpr (kIsBias<E>)
+        for (int64_t r = 0; r < half.queries; r++)
+          for (int64_t n = 0; n < kTile; n += K::kLanes) {
+            float* const to = half.s + r * kTile + n;
+            const auto bias = X::load((const E*)half.bias.data + r * half.bias.stride + n);
+            X::store(to, add_to_score<X>(X::load(to), bias));
+          }
+    });
+    half.bias = {};
+  }
+  const Seen seen{half.seen};
+  const typename X::V lowest = X::set(-(float)INFINITY);
+  float top[kHalfRow] = {}, old[kHalfRow];
+  __builtin_memcpy(old, half.m, sizeof old);
+  for (int64_t r = 0; r < half.queries; r++) {
+    typename X::V all = lowest;
+    for (int i = 0; i < kTile / K::kLanes; i++) {
+      const typename X::V score = X::load(half.s + r * kTile + i * K::kLanes);
+      all = X::max(half.masked ? seen_or<X, true>(seen, r, i, score, lowest) : score, all);
+    }
+    top[r] = X::largest(all);
+  }
+  raise_levels<K, kHalfRow / K::kLanes, false>(0, nullptr, top, {}, half.m, half.l, nullptr, 0);
+  if (!half.started) return;
+  rescale_rows<K>(half.queries, old, half.m, half.sums->now, K::kLanes);
+  rescale_rows<K>(half.queries, old, half.m, half.out, padded<K>(a.value_dim));
+}
+// Whether a query that has no level yet sees something.
+template <class K>
+bool lacks_level(const ScoredHalf<K>& half) {
+  using X = typename K::X;
+  uint64_t lacks = 0;
+  for (int64_t r = 0; r < kHalfRow; r += K::kLanes)
+    lacks |= X::bits(X::eq(X::load(half.m + r), X::set(-(float)INFINITY))) << r;
+  lacks &= first_bits(half.queries);
+  for (; half.masked && lacks; lacks &= lacks - 1)
+    if (half.seen[__builtin_ctzll(lacks)]) return true;
+  return lacks != 0;
+}
+
+// P of half a block, in limbs; m and its sums over its keys, too. run(rows) computes what
+// rows.step() and rows.finish() do, beside a product of so many steps.
+template <class K, class Run>
+void softmax_rows(const Attention& a, ScoredHalf<K>& half, int64_t steps, ForwardScratch<K>& w,
+                  const Run& run) {
+  ForwardLimbs<K>& t = w.limbs;
+  const auto attempt = [&]<bool kMayAsk>(const auto& compute) {
+    return by_bias<K>(half.bias, [&]<class E>() {
+      bool done = false;
+      by_masks(Seen{half.masked ? half.seen : nullptr}, Seen{half.kept},
+               [&]<bool kMasked, bool kDropout>() {
+                 const auto all = [&]<bool kAsk>() {
+                   using Rows = RowExponentials<K, kAsk, kMasked, kDropout, E>;
+                   PiecesBeside<Rows> rows(Rows(half, t, w.ahead), steps);
+                   compute(rows);
+                   done = rows.of.finish();
+                 };
+                 if constexpr (kMayAsk) {
+                   if (w.ahead.waiting()) return all.template operator()<true>();
+                 }
+                 all.template operator()<false>();
+               });
+      return done;
+    });
+  };
+  if (!half.started || lacks_level<K>(half)) raise_rows<K>(a, t, half);
+  if (!attempt.template operator()<true>(run)) {
+    raise_rows<K>(a, t, half);
+    attempt.template operator()<false>([](auto& rows)
+                                           __attribute__((always_inline)) { rows.finish(); });
+  }
+  *half.sums = {half.sums->next, half.sums->now};
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu
