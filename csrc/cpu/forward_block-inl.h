@@ -184,10 +184,9 @@ void add_values_by_rows(const Attention& a, const BlockValues<K>& from, const Qu
         return width_rows<K, Contiguous::kAlongM, kAdd, T>(x, rows, p, to, ld, 0);
       }
       constexpr int64_t kItem = sizeof(T);
-      product<X, Dot, Contiguous::kAlongM, kAdd ? Update::kAddSum : Update::kStore>(
+      product_columns<X, Dot, Contiguous::kAlongM, kAdd ? Update::kAddSum : Update::kStore>(
           Operand{(const char*)p, kItem, kRow * kItem}, rows, seen.end - seen.begin,
-          from.packed.data + seen.begin * from.packed.ld, from.packed.ld, ld / K::kLanes, to, ld,
-          &w.ahead);
+          from.packed.data + seen.begin * from.packed.ld, from.packed.ld, width, to, ld, &w.ahead);
     });
   };
   q.started ? add.template operator()<true>() : add.template operator()<false>();
