@@ -44,7 +44,7 @@ def fenced(tensor: Tensor) -> Tensor:
 def problems(dtype: torch.dtype) -> Iterator[tuple[list[Tensor], Tensor, dict[str, Any]]]:
     generator = torch.Generator().manual_seed(0)
     for queries, keys, width, value_width in SHAPES:
-        for options in ("", "causal", "mask", "bias", "mask and bias"):
+        for options in ("", "causal", "mask", "bias", "mask and bias", "turned bias"):
             sizes = ((queries, width), (keys, width), (keys, value_width), (queries, value_width))
             *inputs, grad = (
                 fenced(torch.randn(1, 2, *size, generator=generator).to(dtype)) for size in sizes
@@ -53,8 +53,10 @@ def problems(dtype: torch.dtype) -> Iterator[tuple[list[Tensor], Tensor, dict[st
             if "mask" in options:
                 given["mask"] = fenced(torch.rand(queries, keys, generator=generator) > 0.3)
             if "bias" in options:
-                bias = torch.randn(1, 2, queries, keys, generator=generator)
-                given["bias"] = fenced(bias.to(dtype))
+                turned = "turned" in options
+                shape = (1, 2, keys, queries) if turned else (1, 2, queries, keys)
+                bias = fenced(torch.randn(shape, generator=generator).to(dtype))
+                given["bias"] = bias.mT if turned else bias
             yield inputs, grad, given
 
 

@@ -19,6 +19,8 @@ TARGET_BEGIN(
 #endif
 #include "../spec/dropout.h"
 #include "scalar-inl.h"
+#include "words_avx512-inl.h"
+//
 #include "vec_avx512-inl.h"
 //
 #include "vec_avx512_intel-inl.h"
@@ -193,8 +195,6 @@ struct Limbs {
 
 struct NothingBeside {
   void step() {}
-  template <int NV>
-  void step(const void*, int64_t) {}
 };
 
 // Multiply-adds, but for whole tiles in limbs: three of a float32, two of what is as exact as a

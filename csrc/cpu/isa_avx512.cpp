@@ -14,6 +14,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 #endif
 #include "../spec/dropout.h"
 #include "scalar-inl.h"
+#include "words_avx512-inl.h"
+//
 #include "vec_avx512-inl.h"
 //
 #include "vec_avx512_intel-inl.h"

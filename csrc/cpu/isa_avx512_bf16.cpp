@@ -15,6 +15,8 @@ TARGET_BEGIN("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bm
 #endif
 #include "../spec/dropout.h"
 #include "scalar-inl.h"
+#include "words_avx512-inl.h"
+//
 #include "vec_avx512-inl.h"
 //
 #include "product-inl.h"

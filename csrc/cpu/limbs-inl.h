@@ -96,50 +96,30 @@ template <class X, class S>
                                 all_usual);
   X::transpose(block);
 }
-// A(m, t) = factor rows[t][m], in pairs of neighbours along t.
-template <class K, class S>
-void columns_in_limbs(const S* from, int64_t stride, int64_t rows, int64_t columns, float factor,
-                      Limbs& to) {
+// Blocks of rows that are turned. kRowsAlongT: A(m, t) = factor rows[t][m], in pairs of neighbours
+// along t; else X[t][lane] = factor rows[lane][t], in pairs as rows_in_limbs has them.
+template <class K, bool kRowsAlongT, class S>
+void turned_in_limbs(const S* from, int64_t stride, int64_t rows, int64_t columns, float factor,
+                     Limbs& to) {
   using X = typename K::X;
   const typename X::V f = X::set(factor);
+  const int64_t along = kRowsAlongT ? rows : columns, across = kRowsAlongT ? columns : rows;
   uint64_t all_usual = first_bits(X::kLanes);
-  lay_out<K>(rows, to);
-  for (int64_t c = 0; c < columns; c += X::kLanes)
-    for (int64_t r = 0; r < rows; r += kLimbsStep) {
+  lay_out<K>(along, to);
+  for (int64_t m = 0; m < across; m += X::kLanes)
+    for (int64_t t = 0; t < along; t += kLimbsStep) {
       typename X::V block[2][X::kLanes];
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++) {
-        const int64_t first = r + half * X::kLanes;
-        load_turned<X>(from + first * stride + c, stride, rows - first, columns - c, f, all_usual,
+        const int64_t first = t + half * X::kLanes;
+        const int64_t r = kRowsAlongT ? first : m, c = kRowsAlongT ? m : first;
+        load_turned<X>(from + r * stride + c, stride, rows - r, columns - c, f, all_usual,
                        block[half]);
       }
 #pragma GCC unroll 16
       for (int i = 0; i < X::kLanes; i++)
-        store_limbs<K, true>(block[0][i], block[1][i], to.plane,
-                             to.at(r / kLimbsStep, c / X::kLanes) + i * to.row);
-    }
-  to.unusual = all_usual != first_bits(X::kLanes);
-}
-// X[t][lane] = rows[lane][t], in pairs as rows_in_limbs has them.
-template <class K, class S>
-void turned_in_limbs(const S* from, int64_t stride, int64_t rows, int64_t columns, Limbs& to) {
-  using X = typename K::X;
-  const typename X::V one = X::set(1);
-  uint64_t all_usual = first_bits(X::kLanes);
-  lay_out<K>(columns, to);
-  for (int64_t r = 0; r < rows; r += X::kLanes)
-    for (int64_t c = 0; c < columns; c += kLimbsStep) {
-      typename X::V block[2][X::kLanes];
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; half++) {
-        const int64_t first = c + half * X::kLanes;
-        load_turned<X>(from + r * stride + first, stride, rows - r, columns - first, one, all_usual,
-                       block[half]);
-      }
-#pragma GCC unroll 16
-      for (int i = 0; i < X::kLanes; i++)
-        store_limbs<K, false>(block[0][i], block[1][i], to.plane,
-                              to.at(c / kLimbsStep, r / X::kLanes) + i * to.row);
+        store_limbs<K, kRowsAlongT>(block[0][i], block[1][i], to.plane,
+                                    to.at(t / kLimbsStep, m / X::kLanes) + i * to.row);
     }
   to.unusual = all_usual != first_bits(X::kLanes);
 }
@@ -221,10 +201,6 @@ struct PendingSum {
   void beside(int64_t steps) { share = ceil_div(rows, max_of(1, steps)); }
   [[gnu::always_inline]] void step() {
     for (int64_t i = 0; i < share && rows > 0; i++) add_row();
-  }
-  template <int NV>
-  [[gnu::always_inline]] void step(const float*, int64_t) {
-    step();
   }
   void finish() {
     while (rows > 0) add_row();

@@ -109,6 +109,7 @@ void finish_limbs(const Attention& a, int64_t i, ForwardScratch<K>& w) {
 template <class K>
 BiasRows bias_rows(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t queries,
                    int64_t k0, float* scratch, int64_t ahead = 0) {
+  using X = typename K::X;
   if (!a.bias.data) return {};
   const Pairs& bias = a.bias;
   const int64_t at = b * bias.batch + h * bias.head + q0 * bias.query + k0 * bias.key;
@@ -116,9 +117,18 @@ BiasRows bias_rows(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t
     const E* const from = (const E*)bias.data + at;
     if (bias.key == 1)
       return BiasRows{from, bias.query, a.bias_is_float32, ahead * (int64_t)sizeof(E)};
-    for (int64_t r = 0; r < queries; r++)
-      for (int64_t n = 0; n < kTile; n++)
-        scratch[r * kTile + n] = widen(from[r * bias.query + n * bias.key]);
+    static_assert(kRow == kTile);  // as transpose_in has it
+    if (bias.query == 1) {
+      transpose_in<X>(from, bias.key, kTile, queries, scratch);
+    } else {
+      for (int64_t r = 0; r < queries; r++) {
+        const E* const row = from + r * bias.query;
+        for (int64_t n = 0; bias.key == 0 && n < kTile; n += K::kLanes)
+          X::store(scratch + r * kTile + n, X::set(widen(*row)));
+        for (int64_t n = 0; bias.key != 0 && n < kTile; n++)
+          scratch[r * kTile + n] = widen(row[n * bias.key]);
+      }
+    }
     return BiasRows{scratch, kTile, true};
   };
   return a.bias_is_float32 ? rows.template operator()<float>()
@@ -177,7 +187,7 @@ void limbs_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t i,
   QueryBlock<K>& q = w.blocks[i];
   const int64_t kv = kv_head(a, h), ld = padded<K>(a.value_dim);
   const typename K::S* const key = row_of<K>(a.key, b, kv, k0);
-  if (!t.packed) turned_in_limbs<K>(key, a.key.row, kTile, a.head_dim, t.key);
+  if (!t.packed) turned_in_limbs<K, false>(key, a.key.row, kTile, a.head_dim, 1, t.key);
   t.packed = true;
   Limbs& query = t.query[i];
   if (!t.query_packed[i]) {

@@ -205,7 +205,7 @@ void pack_limbs(const Attention& a, const AttentionGrad& g, const TilePlace<K>& 
   if (!keys.packed) {
     rows_in_limbs<K>(tile.key, a.key.row, kTile, a.head_dim, 1, keys.key);
     rows_in_limbs<K>(value, a.value.row, kTile, a.value_dim, kLimbsScale, keys.value);
-    columns_in_limbs<K>(tile.key, a.key.row, kTile, a.head_dim, kLimbsScale, keys.across);
+    turned_in_limbs<K, true>(tile.key, a.key.row, kTile, a.head_dim, kLimbsScale, keys.across);
     keys.packed = true;
   }
   if (t.packed) return;

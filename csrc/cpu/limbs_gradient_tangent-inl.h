@@ -177,7 +177,8 @@ void pack_gradient_tangents(const Attention& a, const AttentionGrad& g, const At
     };
     const auto across = [&](const Rows& from, Limbs& to) {
       if (!from.data) return;
-      columns_in_limbs<K>(row_of<K>(from, b, kv, place.k0), from.row, kTile, d, kLimbsScale, to);
+      turned_in_limbs<K, true>(row_of<K>(from, b, kv, place.k0), from.row, kTile, d, kLimbsScale,
+                               to);
     };
     cut(a.key, d, 1, keys.key.of[0]);
     cut(t.key, d, 1, keys.key.of[1]);

@@ -142,10 +142,9 @@ class HalfTangents {
     }
   }
   static int64_t pieces() { return kTile / 2; }
-  [[gnu::always_inline]] void piece(int64_t i) { two_keys(2 * i); }
-  [[gnu::always_inline]] void two_keys(int64_t n) {
+  [[gnu::always_inline]] void piece(int64_t two_keys) {
     const V scale = X::set(kLimbsScale);
-    const int64_t to = n % kLimbsStep / 2 * p_.row;
+    const int64_t n = 2 * two_keys, to = n % kLimbsStep / 2 * p_.row;
 #pragma GCC unroll 2
     for (int i = 0; i < kVectors; i++) {
       V p[2], x[2];
@@ -167,8 +166,11 @@ class HalfTangents {
         }
         p[k] = those_of(kept_, those_of(taken_, X::mul(scale, p[k])));
       }
-      if constexpr (kScores) store(x, x_.at(n / kLimbsStep, i) + to);
-      store(p, p_.at(n / kLimbsStep, i) + to);
+      const auto store = [&](const V(&of)[2], const Limbs& limbs) __attribute__((always_inline)) {
+        store_limbs<K, false, false>(of[0], of[1], limbs.plane, limbs.at(n / kLimbsStep, i) + to);
+      };
+      if constexpr (kScores) store(x, x_);
+      store(p, p_);
     }
   }
   void finish(float* mu) const {
@@ -179,13 +181,6 @@ class HalfTangents {
   }
 
  private:
-  [[gnu::always_inline]] void store(const V (&of)[2], uint32_t* to) const {
-    V first[K::kLimbs], second[K::kLimbs];
-    K::Dot::template cut<false>(of[0], first);
-    K::Dot::template cut<false>(of[1], second);
-    K::Dot::store_pair(first, second, p_.plane, to);
-  }
-
   const float *s_, *st_;
   const uint64_t *taken_, *kept_;
   int64_t lane_;
@@ -205,7 +200,7 @@ void pack_tangents(const Attention& a, const AttentionTangent& t, int64_t b, int
     };
     const auto cut_value = [&](const Rows& from, Limbs& to) {
       if (!from.data) return;
-      columns_in_limbs<K>(row_of<K>(from, b, kv, k0), from.row, kTile, dv, kLimbsScale, to);
+      turned_in_limbs<K, true>(row_of<K>(from, b, kv, k0), from.row, kTile, dv, kLimbsScale, to);
     };
     cut_key(a.key, l.key.of[0]);
     cut_key(t.key, l.key.of[1]);
