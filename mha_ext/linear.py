@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from mha_ext import _C
+
 _linear = torch.ops.mha_ext.linear.default
 
 LEAST_ROWS = 16  # of input: with fewer, reading the weight takes the time
@@ -59,27 +61,28 @@ class FastLinear(nn.Linear):
 def kernel_is_faster() -> bool:
     """Whether this machine runs float32 products clearly faster in the kernel than in PyTorch.
 
-    MHA_EXT_FAST_LINEAR=1 or =0 decides it. Otherwise: no on Intel, where PyTorch's library (MKL) is as fast in a
-    training step; elsewhere, where that library may leave AVX-512 unused, it is measured, once, in about 30
-    milliseconds.
+    MHA_EXT_FAST_LINEAR=1 or =0 decides it. Otherwise it is measured, once, in about 30 milliseconds, where the
+    kernel can be faster: with AMX, which multiplies float32 numbers in parts of 8 bits, and on other processors than
+    Intel's, where PyTorch's library (MKL) may leave AVX-512 unused. On Intel without AMX it is no.
     """
     global _decision
     if _decision is None:
-        _decision = _decide(os.environ.get("MHA_EXT_FAST_LINEAR", ""), _cpu_vendor(), _speed_up)
+        asked = os.environ.get("MHA_EXT_FAST_LINEAR", "")
+        _decision = _decide(asked, _cpu_vendor(), _C.active_isa(), _speed_up)
     return _decision
 
 
 _decision: bool | None = None
 
 
-def _decide(asked: str, vendor: str, speed_up: Callable[[], float]) -> bool:
+def _decide(asked: str, vendor: str, isa: str, speed_up: Callable[[], float]) -> bool:
     if asked in ("0", "1"):
         return asked == "1"
     if asked:
         raise ValueError(
             f"MHA_EXT_FAST_LINEAR must be 0, 1 or unset, not {asked!r}; unset it to have it measured"
         )
-    return vendor != "GenuineIntel" and speed_up() >= WORTH_IT
+    return (vendor != "GenuineIntel" or isa == "amx") and speed_up() >= WORTH_IT
 
 
 def _cpu_vendor() -> str:

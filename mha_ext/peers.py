@@ -193,8 +193,10 @@ def attention_runs(
     ]
 
 
-def layer_runs(inputs: Inputs, dtype: torch.dtype, device: torch.device) -> list[Run]:
-    """Whole layers with equal weights: eager, nn.MultiheadAttention, SDPA and mha_ext."""
+def layer_runs(
+    inputs: Inputs, dtype: torch.dtype, device: torch.device, fast_linear: bool = False
+) -> list[Run]:
+    """Whole layers with equal weights: eager, nn.MultiheadAttention, SDPA and mha_ext (with fast_linear)."""
     case = inputs.case
     plain = projected(case, dtype, device)
     runs = []
@@ -203,7 +205,7 @@ def layer_runs(inputs: Inputs, dtype: torch.dtype, device: torch.device) -> list
             runs.append(projected_run(name, plain, make(inputs)))
     if case.key_heads == case.heads and _affordable("nn.MultiheadAttention", case):
         runs.append(_torch_layer(inputs, plain))
-    runs.append(_own_layer(inputs, plain))
+    runs.append(_own_layer(inputs, plain, fast_linear))
     return runs
 
 
@@ -235,7 +237,7 @@ def parameters(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters())
 
 
-def _own_layer(inputs: Inputs, plain: Projected) -> Run:
+def _own_layer(inputs: Inputs, plain: Projected, fast_linear: bool) -> Run:
     case = inputs.case
     weight = plain.q_proj.weight
     layer = mha_ext.MultiHeadAttention(
@@ -244,6 +246,7 @@ def _own_layer(inputs: Inputs, plain: Projected) -> Run:
         num_kv_heads=case.key_heads,
         dropout=case.dropout,
         window=_own_window(case),
+        fast_linear=fast_linear,
         dtype=weight.dtype,
         device=weight.device,
     )

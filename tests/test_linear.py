@@ -43,8 +43,13 @@ def worst(found: Tensor, exact: Tensor) -> float:
 
 
 # input's shape, out_features: edges of vectors, of panels of 64, of blocks and of the sums' parts.
+# Sums of 32 terms and more may take another kernel.
 SHAPES = [
     ((7,), 5),
+    ((33, 31), 40),
+    ((17, 32), 16),
+    ((530, 257), 1100),
+    ((3, 600), 70),
     ((1, 1), 1),
     ((3, 4, 30), 17),
     ((300,), 300),
@@ -128,6 +133,30 @@ def test_nan_stays_in_its_row() -> None:
     assert found[3].isnan().all() and not found[:, 66].isfinite().any()
     keep = torch.arange(20) != 3
     assert torch.equal(found[keep][:, :66], wanted[keep][:, :66])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_large_and_small_numbers(turned: bool) -> None:
+    """As exact beside 1e10 as without, down to subnormal numbers; and what is large stays in its row and column."""
+    x, weight, bias = torch.randn(70, 300), torch.randn(150, 300), torch.randn(150)
+    wanted = op(x, weight, bias)
+    scales = 10.0 ** torch.randint(-30, 5, (70, 1)).float()
+    for large, small in ((1e10, 1e-20), (3e8, 1.0), (2.0**28, 1e-38), (1e30, 1e-30)):
+        a, b = x * scales * small, weight * scales.flatten()[:1]
+        a[3, 7], a[3, 290], b[66, 0], b[149, 299] = large, -large, large, -large
+        if turned:
+            a, b = a.t().contiguous().t(), b.t().contiguous().t()
+        exact = a.double() @ b.double().t()
+        bound = a.double().abs() @ b.double().abs().t()
+        assert ((op(a, b) - exact).abs() <= 4e-6 * bound + 2.0**-140).all()
+    for value in (1e10, float("inf"), float("nan")):
+        a, b = x.clone(), weight.clone()
+        a[3, 7], b[66, 0] = value, value
+        if turned:
+            a, b = a.t().contiguous().t(), b.t().contiguous().t()
+        found = op(a, b, bias)
+        rows, columns = torch.arange(70) != 3, torch.arange(150) != 66
+        assert torch.equal(found[rows][:, columns], wanted[rows][:, columns])
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -345,14 +374,14 @@ def test_the_decision() -> None:
     def never() -> float:
         raise AssertionError("measured")
 
-    assert module._decide("1", "GenuineIntel", never) is True
-    assert module._decide("0", "AuthenticAMD", never) is False
-    assert module._decide("", "GenuineIntel", never) is False
-    assert module._decide("", "AuthenticAMD", lambda: 1.7) is True
-    assert module._decide("", "AuthenticAMD", lambda: 1.1) is False
-    assert module._decide("", "", lambda: 1.7) is True
+    assert module._decide("1", "GenuineIntel", "avx512", never) is True
+    assert module._decide("0", "AuthenticAMD", "avx2", never) is False
+    assert module._decide("", "GenuineIntel", "avx512_bf16", never) is False
+    for vendor, isa in (("AuthenticAMD", "avx512"), ("", "avx2"), ("GenuineIntel", "amx")):
+        assert module._decide("", vendor, isa, lambda: 1.7) is True
+        assert module._decide("", vendor, isa, lambda: 1.1) is False
     with pytest.raises(ValueError, match="MHA_EXT_FAST_LINEAR must be 0, 1 or unset, not 'yes'"):
-        module._decide("yes", "", never)
+        module._decide("yes", "", "avx2", never)
     with (
         mock.patch.object(module, "_decision", None),
         mock.patch.object(module, "_cpu_vendor", return_value="AuthenticAMD"),

@@ -236,6 +236,15 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
                               _mm512_set1_epi32((int)0xffff0000), kFirstOrHalfOfSecond));
     }
   }
+  // The larger absolute value, where that of NaN is the largest; and whether all are smaller than a
+  // limit.
+  static __m512 larger(__m512 worst, __m512 x) {
+    const __m512i number = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
+    return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(worst), number));
+  }
+  static bool all_below(float limit, __m512 worst) {
+    return _mm512_cmp_ps_mask(_mm512_set1_ps(limit), worst, _CMP_GT_OQ) == 0xffff;
+  }
   // x = the sum of its limbs. Cut off, or rounded: then what is left is half as large, and of
   // either sign.
   template <bool kRounded>
@@ -417,6 +426,8 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
 //
 #include "linear-inl.h"
 //
+#include "limbs_linear-inl.h"
+//
 #include "table-inl.h"
 
 namespace mha_ext::cpu {
@@ -426,6 +437,9 @@ constexpr Kernels kAmx = [] {
   k.types[(int)DType::kFloat32] = type_kernels<F32x16Intel, MultiplyLimbs<3>, float>();
   k.types[(int)DType::kFloat16] = type_kernels<F32x16Intel, MultiplyLimbs<2>, Float16>();
   k.types[(int)DType::kBFloat16] = type_kernels<F32x16Intel, MultiplyTiles, BFloat16>();
+  using Float = Kind<F32x16Intel, MultiplyLimbs<3>, float>;
+  k.long_linear = {
+      512, 1024, kLimbsBlock, 64, 2, true, linear_in_limbs_bytes<Float>, linear_in_limbs<Float>};
   return k;
 }();
 }  // namespace mha_ext::cpu

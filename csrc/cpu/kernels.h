@@ -255,18 +255,29 @@ struct TypeKernels {
   double (*multiply_add)(int64_t count);
 };
 
-// The product of a linear layer: blocks of at most so many rows and columns of the result. A panel
-// of kLinearDepth terms by 64 columns stays in the nearest cache.
+// The product of a linear layer, block by block of the result, and the sizes of these. A panel of
+// 64 columns and so many terms stays in the nearest cache.
 constexpr int64_t kLinearRows = 252, kLinearColumns = 512, kLinearDepth = 192;
-constexpr int64_t kLinearScratchBytes =
-    (kLinearDepth * (kTile + kLinearRows) + kLinearRows * kTile) * (int64_t)sizeof(float);
+
+struct LinearKernel {
+  int64_t rows, columns;  // of a block, at most
+  int64_t row_step;       // what the inner loops take whole
+  int64_t least_rows;     // of a block that is one of two, to keep more threads busy
+  int64_t tasks;          // for each thread
+  bool square;            // rows are copied for each block, as columns are
+  int64_t (*scratch_bytes)(int64_t rows, int64_t depth);
+  // Rows [m0, m0 + rows) and columns [n0, n0 + columns) of the result.
+  void (*run)(const Linear& p, int64_t m0, int64_t rows, int64_t n0, int64_t columns,
+              void* scratch);
+};
+
+// Sums of so many terms are long.
+constexpr int64_t kLongSum = 32;
 
 struct Kernels {
   const char* name;
   TypeKernels types[kDTypes];  // by DType
-  // Rows [m0, m0 + rows) and columns [n0, n0 + columns) of the result, a block at most.
-  void (*linear)(const Linear& p, int64_t m0, int64_t rows, int64_t n0, int64_t columns,
-                 void* scratch);
+  LinearKernel linear, long_linear;
 };
 
 const Kernels& active_kernels();

@@ -34,6 +34,10 @@ void pack_columns(const Matrix& a, int64_t m0, int64_t rows, int64_t t0, int64_t
   }
 }
 
+inline int64_t linear_scratch_bytes(int64_t, int64_t) {
+  return (kLinearDepth * (kTile + kLinearRows) + kLinearRows * kTile) * (int64_t)sizeof(float);
+}
+
 // out[m0 : m0 + rows, n0 : n0 + columns].
 template <class V>
 void linear(const Linear& p, int64_t m0, int64_t rows, int64_t n0, int64_t columns, void* scratch) {

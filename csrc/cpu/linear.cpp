@@ -19,14 +19,22 @@ using at::Tensor;
 // As few blocks as fit, but a few for every thread. Their size changes no bit of the result.
 struct Blocks {
   int64_t rows, columns, down, across;
-  Blocks(const Linear& p, int64_t threads) {
-    constexpr int64_t kRowStep = 12, kLeastRows = 60;  // what the product's inner loops take whole
-    down = ceil_div(p.rows, kLinearRows);
-    across = ceil_div(p.columns, kLinearColumns);
-    const int64_t enough = threads == 1 ? 1 : 4 * threads;
-    while (down * across < enough && ceil_div(p.columns, across) >= 2 * kTile) across++;
-    while (down * across < enough && ceil_div(p.rows, down) >= 2 * kLeastRows) down++;
-    rows = ceil_div(ceil_div(p.rows, down), kRowStep) * kRowStep;
+  Blocks(const Linear& p, const LinearKernel& kernel, int64_t threads) {
+    down = ceil_div(p.rows, kernel.rows);
+    across = ceil_div(p.columns, kernel.columns);
+    const int64_t enough = threads == 1 ? 1 : kernel.tasks * threads;
+    while (down * across < enough) {
+      const int64_t height = ceil_div(p.rows, down), width = ceil_div(p.columns, across);
+      const bool may_cut_rows = height >= 2 * kernel.least_rows;
+      const bool rows_first = kernel.square && height > width && may_cut_rows;
+      if (width >= 2 * kTile && !rows_first)
+        across++;
+      else if (may_cut_rows)
+        down++;
+      else
+        break;
+    }
+    rows = ceil_div(ceil_div(p.rows, down), kernel.row_step) * kernel.row_step;
     columns = ceil_div(ceil_div(p.columns, across), kTile) * kTile;
     down = ceil_div(p.rows, rows);
     across = ceil_div(p.columns, columns);
@@ -36,14 +44,15 @@ struct Blocks {
 void run(const Linear& p) {
   const double flops = 2.0 * static_cast<double>(p.rows) * static_cast<double>(p.columns) *
                        static_cast<double>(p.depth);
-  const Blocks blocks(p, available_threads());
   const Kernels& kernels = active_kernels();
-  for_each_task(blocks.down * blocks.across, flops, kLinearScratchBytes,
+  const LinearKernel& kernel = p.depth < kLongSum ? kernels.linear : kernels.long_linear;
+  const Blocks blocks(p, kernel, available_threads());
+  for_each_task(blocks.down * blocks.across, flops, kernel.scratch_bytes(blocks.rows, p.depth),
                 [&](int64_t task, void* scratch) {
                   const int64_t m0 = task / blocks.across * blocks.rows;
                   const int64_t n0 = task % blocks.across * blocks.columns;
-                  kernels.linear(p, m0, std::min(blocks.rows, p.rows - m0), n0,
-                                 std::min(blocks.columns, p.columns - n0), scratch);
+                  kernel.run(p, m0, std::min(blocks.rows, p.rows - m0), n0,
+                             std::min(blocks.columns, p.columns - n0), scratch);
                 });
 }
 

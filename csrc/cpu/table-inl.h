@@ -76,13 +76,19 @@ constexpr TypeKernels type_kernels() {
           multiply_add<X, Dot>};
 }
 
+template <class F32>
+constexpr LinearKernel linear_kernel() {
+  return {kLinearRows, kLinearColumns, 12, 60, 4, false, linear_scratch_bytes, linear<F32>};
+}
+
 template <class F32, class F64>
 constexpr Kernels kernels(const char* name) {
   return {
       name,
       {type_kernels<F64, Multiply<F64>, double>(), type_kernels<F32, Multiply<F32>, float>(),
        type_kernels<F32, Multiply<F32>, BFloat16>(), type_kernels<F32, Multiply<F32>, Float16>()},
-      linear<F32>};
+      linear_kernel<F32>(),
+      linear_kernel<F32>()};
 }
 
 }  // namespace
