@@ -14,8 +14,10 @@ from mha_ext import _C
 
 _linear = torch.ops.mha_ext.linear.default
 
-LEAST_ROWS = 16  # of input: with fewer, reading the weight takes the time
-LEAST_WIDTH = 32  # of input and output
+# Rows of input, and columns of input and output: with fewer, reading the weight takes the time, with AMX cutting it.
+# But where the kernel is asked for, a row has the same bits in smaller batches, too.
+_asked = os.environ.get("MHA_EXT_FAST_LINEAR", "")
+LEAST_ROWS, LEAST_WIDTH = (128, 192) if _C.active_isa() == "amx" and _asked != "1" else (16, 32)
 WORTH_IT = 1.2  # how many times faster than PyTorch's own the kernel must be
 
 
@@ -26,8 +28,8 @@ class FastLinear(nn.Linear):
     LoRA, pruning, parametrisation and quantization by replacement work as with `nn.Linear`.
 
     The kernel is taken for float32 tensors on the CPU with at least 16 rows and 32 columns on either side, where
-    `kernel_is_faster()`. Everything else is `F.linear`: other dtypes and devices, tensor subclasses, autocast,
-    torch.compile and export, fewer rows.
+    `kernel_is_faster()`; with AMX at least 128 and 192, unless MHA_EXT_FAST_LINEAR=1 asks for it. Everything else is
+    `F.linear`: other dtypes and devices, tensor subclasses, autocast, torch.compile and export, fewer rows.
 
     With the kernel, a row of the result, and of the gradient of the input, has the same bits for any number of
     threads and any other rows in the batch; the gradient of the weight has the same bits for any number of threads.

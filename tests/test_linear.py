@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -30,9 +33,11 @@ op = torch.ops.mha_ext.linear.default
 
 @pytest.fixture
 def taken() -> Iterator[mock.Mock]:
-    """The kernel is taken wherever it can be; the calls are counted."""
+    """The kernel is taken wherever it can be, and for small problems, too; the calls are counted."""
     with (
         mock.patch.object(module, "_decision", True),
+        mock.patch.object(module, "LEAST_ROWS", 16),
+        mock.patch.object(module, "LEAST_WIDTH", 32),
         mock.patch.object(module, "_linear", wraps=op) as calls,
     ):
         yield calls
@@ -141,7 +146,7 @@ def test_large_and_small_numbers(turned: bool) -> None:
     x, weight, bias = torch.randn(70, 300), torch.randn(150, 300), torch.randn(150)
     wanted = op(x, weight, bias)
     scales = 10.0 ** torch.randint(-30, 5, (70, 1)).float()
-    for large, small in ((1e10, 1e-20), (3e8, 1.0), (2.0**28, 1e-38), (1e30, 1e-30)):
+    for large, small in ((1e10, 1e-20), (7e10, 1.0), (2.0**36, 1e-38), (1e30, 1e-30)):
         a, b = x * scales * small, weight * scales.flatten()[:1]
         a[3, 7], a[3, 290], b[66, 0], b[149, 299] = large, -large, large, -large
         if turned:
@@ -149,7 +154,7 @@ def test_large_and_small_numbers(turned: bool) -> None:
         exact = a.double() @ b.double().t()
         bound = a.double().abs() @ b.double().abs().t()
         assert ((op(a, b) - exact).abs() <= 4e-6 * bound + 2.0**-140).all()
-    for value in (1e10, float("inf"), float("nan")):
+    for value in (1e12, float("inf"), float("nan")):
         a, b = x.clone(), weight.clone()
         a[3, 7], b[66, 0] = value, value
         if turned:
@@ -389,11 +394,22 @@ def test_the_decision() -> None:
         mock.patch.dict("os.environ"),
     ):
         module.os.environ.pop("MHA_EXT_FAST_LINEAR", None)
-        layer = FastLinear(40, 50)
-        layer(torch.randn(3, 40))
+        width, rows = module.LEAST_WIDTH, module.LEAST_ROWS
+        layer = FastLinear(width, width + 1)
+        layer(torch.randn(rows - 1, width))
         assert measured.call_count == 0  # nothing to decide yet
-        layer(torch.randn(20, 40)), layer(torch.randn(20, 40))
+        layer(torch.randn(rows, width)), layer(torch.randn(rows, width))
         assert measured.call_count == 1 and module.kernel_is_faster() is True
+
+
+@pytest.mark.parametrize("asked", ["", "0", "1"])
+def test_where_the_kernel_is_asked_for_small_problems_take_it(asked: str) -> None:
+    code = "from mha_ext import _C, linear; print(linear.LEAST_ROWS, linear.LEAST_WIDTH, _C.active_isa())"
+    environment = {**os.environ, "MHA_EXT_FAST_LINEAR": asked}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert found[:2] == (["128", "192"] if found[2] == "amx" and asked != "1" else ["16", "32"])
 
 
 def test_the_measurement_draws_nothing() -> None:

@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t kLimbsDepth = 256, kLimbsBlock = 32;
 // Both operands carry this factor, so that subnormal numbers keep all bits. Numbers up to that are
 // multiplied in limbs: then the sum of kLimbsDepth products is finite.
-constexpr float kLinearScale = 8388608, kLinearUnusual = 268435456;  // 2^23, 2^28
+constexpr float kLinearScale = 8388608, kLinearUnusual = 68719476736;  // 2^23, 2^36
 
 // to[c][r] = from[r][c], a block of lanes at a time.
 template <class X>
@@ -77,10 +77,12 @@ struct Cutting {
     for (; turns_ > 0; turns_--) turned.piece();
     while (left_ > 0) piece<false>();
     to.unusual = !K::Dot::all_below(kLinearUnusual * kLinearScale, worst_);
-    if (!to.unusual) return;
-    turned.from = nullptr;
-    start(1);
-    while (left_ > 0) piece<true>();
+    if (to.unusual) {
+      turned.from = nullptr;
+      start(1);
+      while (left_ > 0) piece<true>();
+    }
+    share_ = 0;  // no step of what follows looks for more
   }
 
  private:
@@ -115,6 +117,9 @@ struct Cutting {
       else
         worst_ = K::Dot::larger(worst_, some);
     }
+    // A store that waits for its line keeps loads of tiles waiting whose low address bits are its.
+#pragma GCC unroll 3
+    for (int i = 0; i < K::kLimbs; i++) __builtin_prefetch(to_ + i * to.plane + to.row, 1, 3);
     store_limbs<K, false>(x[0], x[1], to.plane, to_);
     first_ += kNumbers, second_ += kNumbers;
     numbers_ -= kNumbers, second_numbers_ -= kNumbers;
