@@ -74,7 +74,13 @@ def compare_layers(threads: int, seconds: float) -> list[Row]:
     for case in (case for case in CASES if case.layer):
         inputs = make_inputs(case, "layer", torch.float32, CPU)
         runs = {run.name: run for run in layer_runs(inputs, torch.float32, CPU, fast_linear=True)}
-        grad_out = torch.ones_like(runs[OWN].call(inputs))
+        grad_out = torch.randn_like(runs[OWN].call(inputs))
+        found, wanted = (runs[name].gradients(inputs, grad_out) for name in (OWN, "eager"))
+        scale = max(float(gradient.abs().max()) for gradient in wanted.values())
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * scale)
+        torch.testing.assert_close(
+            runs[OWN].call(inputs), runs["eager"].call(inputs), rtol=1e-4, atol=1e-4
+        )
         for step, call in STEPS.items():
             taken = alternate(
                 {name: partial(call, run, inputs, grad_out) for name, run in runs.items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -14,10 +15,6 @@ from mha_ext import _C
 
 _linear = torch.ops.mha_ext.linear.default
 
-# Rows of input, and columns of input and output: with fewer, reading the weight takes the time, with AMX cutting it.
-# But where the kernel is asked for, a row has the same bits in smaller batches, too.
-_asked = os.environ.get("MHA_EXT_FAST_LINEAR", "")
-LEAST_ROWS, LEAST_WIDTH = (128, 192) if _C.active_isa() == "amx" and _asked != "1" else (16, 32)
 WORTH_IT = 1.2  # how many times faster than PyTorch's own the kernel must be
 
 
@@ -63,7 +60,7 @@ class FastLinear(nn.Linear):
 def kernel_is_faster() -> bool:
     """Whether this machine runs float32 products clearly faster in the kernel than in PyTorch.
 
-    MHA_EXT_FAST_LINEAR=1 or =0 decides it. Otherwise it is measured, once, in about 30 milliseconds, where the
+    MHA_EXT_FAST_LINEAR=1 or =0 decides it. Otherwise it is measured, once, in about 40 milliseconds, where the
     kernel can be faster: with AMX, which multiplies float32 numbers in parts of 8 bits, and on other processors than
     Intel's, where PyTorch's library (MKL) may leave AVX-512 unused. On Intel without AMX it is no.
     """
@@ -125,12 +122,22 @@ def _eligible(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if weight.dim() != 2 or not input.dim() or input.shape[-1] != weight.shape[1]:
         return False  # PyTorch's own message
     out_features, in_features = weight.shape
-    return (
-        min(out_features, in_features) >= LEAST_WIDTH and input.numel() >= LEAST_ROWS * in_features
-    )
+    rows, columns = _least_sizes()
+    return min(out_features, in_features) >= columns and input.numel() >= rows * in_features
 
 
 _PLAIN = (Tensor, nn.Parameter)
+
+
+@functools.cache
+def _least_sizes() -> tuple[int, int]:
+    """Rows of input, and columns of input and output.
+
+    With fewer, reading the weight takes the time, with AMX cutting it. But where the kernel is asked for, a row has the
+    same bits in smaller batches, too.
+    """
+    asked = os.environ.get("MHA_EXT_FAST_LINEAR") == "1"
+    return (128, 192) if _C.active_isa() == "amx" and not asked else (16, 32)
 
 
 def _linear_vmap(

@@ -70,14 +70,27 @@ def attend(dtype: torch.dtype) -> None:
         torch.func.jvp(lambda *x, g=given: mha_ext.attention(*x, **g), tensors, directions)
 
 
+def multiply() -> None:
+    """The products of a linear layer, forward and backward, of either layout; one number of x is not usual in limbs."""
+    for rows, inputs, outputs in ((1, 40, 17), (33, 300, 70), (70, 45, 130), (20, 513, 33)):
+        for turned in (False, True):
+            x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+            x[-1, -1] = 1e20
+            x, weight = (fenced(t.T).T if turned else fenced(t) for t in (x, weight))
+            leaves = [t.requires_grad_() for t in (x, weight, fenced(torch.randn(outputs)))]
+            out = torch.ops.mha_ext.linear(*leaves)
+            grad = fenced(torch.randn(rows, outputs))
+            torch.autograd.grad(out, leaves, grad)
+
+
 @pytest.mark.isa
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages as Linux does")
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-def test_nothing_is_read_past_the_end(dtype: str) -> None:
+@pytest.mark.parametrize("what", ["float64", "float32", "bfloat16", "float16", "linear"])
+def test_nothing_is_read_past_the_end(what: str) -> None:
     """In forward, backward, weights and forward mode. A fault ends the process, so that is another one."""
-    done = subprocess.run([sys.executable, __file__, dtype], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, __file__, what], capture_output=True, text=True)
     assert done.returncode == 0, f"ended with {done.returncode}: {done.stderr[-2000:]}"
 
 
 if __name__ == "__main__":
-    attend(getattr(torch, sys.argv[1]))
+    multiply() if sys.argv[1] == "linear" else attend(getattr(torch, sys.argv[1]))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -36,8 +33,7 @@ def taken() -> Iterator[mock.Mock]:
     """The kernel is taken wherever it can be, and for small problems, too; the calls are counted."""
     with (
         mock.patch.object(module, "_decision", True),
-        mock.patch.object(module, "LEAST_ROWS", 16),
-        mock.patch.object(module, "LEAST_WIDTH", 32),
+        mock.patch.object(module, "_least_sizes", return_value=(16, 32)),
         mock.patch.object(module, "_linear", wraps=op) as calls,
     ):
         yield calls
@@ -394,7 +390,7 @@ def test_the_decision() -> None:
         mock.patch.dict("os.environ"),
     ):
         module.os.environ.pop("MHA_EXT_FAST_LINEAR", None)
-        width, rows = module.LEAST_WIDTH, module.LEAST_ROWS
+        rows, width = module._least_sizes()
         layer = FastLinear(width, width + 1)
         layer(torch.randn(rows - 1, width))
         assert measured.call_count == 0  # nothing to decide yet
@@ -403,13 +399,14 @@ def test_the_decision() -> None:
 
 
 @pytest.mark.parametrize("asked", ["", "0", "1"])
-def test_where_the_kernel_is_asked_for_small_problems_take_it(asked: str) -> None:
-    code = "from mha_ext import _C, linear; print(linear.LEAST_ROWS, linear.LEAST_WIDTH, _C.active_isa())"
-    environment = {**os.environ, "MHA_EXT_FAST_LINEAR": asked}
-    found = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert found[:2] == (["128", "192"] if found[2] == "amx" and asked != "1" else ["16", "32"])
+@pytest.mark.parametrize("isa", ["amx", "avx512", "avx2"])
+def test_where_the_kernel_is_asked_for_small_problems_take_it(isa: str, asked: str) -> None:
+    with (
+        mock.patch.object(module._C, "active_isa", return_value=isa),
+        mock.patch.dict("os.environ", {"MHA_EXT_FAST_LINEAR": asked}),
+    ):
+        large = isa == "amx" and asked != "1"
+        assert module._least_sizes.__wrapped__() == ((128, 192) if large else (16, 32))
 
 
 def test_the_measurement_draws_nothing() -> None:

@@ -130,20 +130,14 @@ struct Cutting {
   }
 };
 
-// A(m, t) of `rows` by `count`, or X(t, n) of `count` by `columns`.
-template <class K>
-Cutting<K, false> cut_rows(const Matrix& a, int64_t m, int64_t rows, int64_t t, int64_t count,
-                           float* room, const Limbs& to) {
-  const float* const from = a.data + m * a.row + t * a.column;
-  if (a.column == 1) return {from, a.row, rows, count, to};
-  return {room, kLimbsDepth, rows, count, to, {from, a.column, count, rows, room, kLimbsDepth}};
-}
-template <class K>
-Cutting<K, true> cut_lanes(const Matrix& x, int64_t t, int64_t count, int64_t n, int64_t columns,
-                           float* room, const Limbs& to) {
-  const float* const from = x.data + t * x.row + n * x.column;
-  if (x.column == 1) return {from, x.row, count, columns, to};
-  return {room, kTile, count, columns, to, {from, x.column, columns, count, room, kTile}};
+// `rows` by `columns` numbers of a matrix. Where those of a row are no neighbours, they are turned
+// into `room`, whose rows are `ld` apart.
+template <class K, bool kOfLanes>
+Cutting<K, kOfLanes> cut(const Matrix& from, int64_t row, int64_t column, int64_t rows,
+                         int64_t columns, float* room, int64_t ld, const Limbs& to) {
+  const float* const first = from.data + row * from.row + column * from.column;
+  if (from.column == 1) return {first, from.row, rows, columns, to};
+  return {room, ld, rows, columns, to, {first, from.column, columns, rows, room, ld}};
 }
 
 // Sums of kLimbsBlock columns, added to those before them, or to the bias, row by row.
@@ -248,7 +242,7 @@ void linear_in_limbs(const Linear& p, int64_t m0, int64_t rows, int64_t n0, int6
     const int64_t count = min_of(kLimbsDepth, p.depth - t);
     lay_out<K>(count, to);
     beside.lanes =
-        cut_lanes<K>(p.x, t, count, n0 + n, min_of(kTile, columns - n), w.turned_lanes, to);
+        cut<K, true>(p.x, t, n0 + n, count, min_of(kTile, columns - n), w.turned_lanes, kTile, to);
     beside.lanes.start(steps);
   };
   const auto finish_panel = [&] {
@@ -262,8 +256,8 @@ void linear_in_limbs(const Linear& p, int64_t m0, int64_t rows, int64_t n0, int6
     lay_out<K>(count, w.a);
     const int64_t steps = w.a.along * K::Dot::kSteps;  // of a product
     const auto start_rows = [&](int64_t m, int64_t products) {
-      beside.rows = cut_rows<K>(p.a, m0 + m, min_of(kLimbsBlock, rows - m), t0, count,
-                                w.turned_rows, w.a.from(m / K::kLanes));
+      beside.rows = cut<K, false>(p.a, m0 + m, t0, min_of(kLimbsBlock, rows - m), count,
+                                  w.turned_rows, kLimbsDepth, w.a.from(m / K::kLanes));
       beside.rows.start(products * steps);
     };
     const auto finish_rows = [&] {
