@@ -63,6 +63,52 @@ def test_scores_that_are_alike_far_from_zero(dtype: torch.dtype, queries: int) -
 
 
 @pytest.mark.isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(3, 133), (70, 20), (70, 133), (130, 600)])
+def test_rows_whose_scores_are_large(dtype: torch.dtype, queries: int, keys: int) -> None:
+    """Each row by itself: scores of its own size, and the bits that it has beside small rows."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 2, n, 16, generator=generator).to(dtype) for n in (queries, keys, keys)
+    )
+    key[..., 0] = 1
+    query[..., 0] = 0
+    sizes = torch.tensor([0.0, 2**3, -(2**9), 2**14, 2**40, -(2**60), 2**100, -(2**124)])
+    size = sizes[torch.randperm(queries, generator=generator) % len(sizes)].to(dtype)
+    large = query.clone()
+    large[..., 0] = size
+    found, lse = mha_ext.attention(large, key, value, scale=0.25, return_lse=True)
+    small = mha_ext.attention(query, key, value, scale=0.25)
+    assert torch.equal(found[..., size == 0, :], small[..., size == 0, :])
+    wanted = reference.attention(query.double(), key.double(), value.double(), scale=0.25)
+    near, lost = size.abs() < 2**11, size.abs() >= 2**40  # beside which other terms are lost
+    wanted[..., lost, :] = value.double().mean(2, keepdim=True)
+    for rows in (near, lost):
+        torch.testing.assert_close(
+            found[..., rows, :].double(), wanted[..., rows, :], rtol=0.02, atol=0.02
+        )
+    assert found.isfinite().all()
+    far = size.abs() > 2**13
+    expected = (size / 4).to(lse).expand_as(lse)
+    torch.testing.assert_close(lse[..., far], expected[..., far], rtol=2e-3, atol=0)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_row_that_stands_for_all(dtype: torch.dtype) -> None:
+    """K and V whose rows lie 0 numbers apart, in whole tiles and in the last."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 2, n, 32, generator=generator).to(dtype) for n in (70, 1, 1)
+    )
+    for keys in (5, 64, 133):
+        key_rows, value_rows = (rows.expand(1, 2, keys, 32) for rows in (key, value))
+        out = mha_ext.attention(query, key_rows, value_rows)
+        near = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 0}
+        torch.testing.assert_close(out, value.expand_as(query), **near)
+
+
+@pytest.mark.isa
 @pytest.mark.parametrize("width", [16, 32, 50, 64, 100])
 @pytest.mark.parametrize("queries", [70, 101])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -137,7 +137,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const auto begin_range = [&](GradBlock<K>& q, int64_t h, int64_t range, int64_t keys) {
     // The first sum of all is the total; a range of one tile is added to it by the product, except
     // on a matrix unit, which would add term by term.
-    q.add_sum = range > 0 && keys <= kTile && Dot::kRowBlock == 1 && !K::kLimbs;
+    q.add_sum = range > 0 && keys <= kTile && Dot::kRowBlock == 1 && !K::kCut;
     q.sum = part.apart ? (T*)sums + (((h - kv * group) * ranges.count + range) * blocks + q.block) *
                                         query_sum_size(a)
             : range == 0 || q.add_sum ? q.total
@@ -156,7 +156,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
                                            q.w->grad_out_rows, tiles);
     }
     q.loaded = true;
-    if constexpr (K::kLimbs > 0) w.limbs.packed = false;
+    if constexpr (K::kCut) w.limbs.packed = false;
   };
   // What is wanted soon, beside the products; a matrix unit asks for nothing there.
   const auto ask_ahead = [&](const GradBlock<K>& q, int64_t h, int64_t k0) {
@@ -230,7 +230,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
                       !w.touched[at / kTile],
                       q.sum,
                       q.first && (!q.add_sum || part.apart) ? Update::kStore : Update::kAddSum};
-    if constexpr (K::kLimbs > 0)
+    if constexpr (K::kCut)
       if (!w.once && g.grad_out.data && !g.grad_weights.data && in_limbs<K>(a, b, q.q0, k0, keys)) {
         Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
         if (visible == Visibility::kEmpty) return;

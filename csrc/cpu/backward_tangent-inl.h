@@ -56,7 +56,7 @@ struct GradTangentScratch : GradScratch<K> {
   }
 };
 
-template <class K, bool = (K::kLimbs > 0)>
+template <class K, bool = K::kCut>
 struct BackwardTangentLimbs {
   BackwardTangentLimbs(const Attention&, int64_t, Arena&) {}
 };
@@ -343,7 +343,7 @@ void backward_tangent(const Attention& a, const AttentionGrad& g, const Attentio
         if (k0 >= seen.end || k0 + keys <= seen.begin) continue;
         if (!loaded) {
           load_queries_tangent<K>(a, g, t, b, h, q0, rows, w);
-          if constexpr (K::kLimbs > 0) w.limbs.packed = false;
+          if constexpr (K::kCut) w.limbs.packed = false;
           query = packed(a.query, d, w.query_rows);
           query_tangent = packed(t.query, d, w.query_tangent_rows);
           grad_out = packed(g.grad_out, dv, w.grad_out_rows);
@@ -360,7 +360,7 @@ void backward_tangent(const Attention& a, const AttentionGrad& g, const Attentio
                                rows_from(whole.value), rows_from(whole.value_tangent)};
         Visibility visible = visibility_of<K>(a, b, h, q0, rows, k0, keys, w.bits);
         if (visible == Visibility::kEmpty) continue;
-        if constexpr (K::kLimbs > 0) {
+        if constexpr (K::kCut) {
           if (!a.bias.data && !t.bias.data && g.grad_out.data && in_limbs<K>(a, b, q0, k0, keys)) {
             const TangentPlace place{b, h, q0, rows, k0, at};
             const bool partial = visible == Visibility::kPartial;
@@ -392,7 +392,7 @@ void backward_tangent(const Attention& a, const AttentionGrad& g, const Attentio
                              columns_from(key_tangent_columns), rows, keys, partial, w);
         }
       }
-      if constexpr (K::kLimbs > 0) w.limbs.pending.finish();
+      if constexpr (K::kCut) w.limbs.pending.finish();
       if (!g.grad_query.data) continue;
       if (ranges.count == 1) {
         for (int64_t r = 0; r < kRow; r++) w.high[r] = (T)a.scale;

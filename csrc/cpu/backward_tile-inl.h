@@ -12,7 +12,7 @@ bool may_meet_once(const Attention& a) {
   return a.queries <= min_of(kTile, K::kLimits.one_tile_queries) && a.heads == a.kv_heads;
 }
 
-template <class K, bool = (K::kLimbs > 0)>
+template <class K, bool = K::kCut>
 struct BackwardLimbs {
   BackwardLimbs() = default;
   BackwardLimbs(const Attention&, int64_t, bool, Arena&) {}

@@ -53,9 +53,10 @@ void for_band_keys(const Range* bands, int64_t keys, int64_t rows, const F& f) {
 
 // Whether the scores of whole tiles of keys are multiplied in limbs, for a block of so many
 // queries: more of them than a vector, a width for which that is less work, and as many tiles as
-// what is cut for them is worth; two limbs are sooner worth it than three.
+// what is cut for them is worth; two limbs are sooner worth it than three. One limb always is.
 template <class K>
 bool takes_limbs(const Attention& a, int64_t rows) {
+  if (K::kOneLimb) return !has_few_queries(a, K::kLimits);
   if (!K::kLimbs || rows <= K::kLanes || a.head_dim < K::kLanes || a.head_dim > 512) return false;
   constexpr int64_t kTiles = K::kLimbs == 3 ? 4 : 2;
   const Band& band = a.band;
@@ -68,6 +69,7 @@ bool takes_limbs(const Attention& a, int64_t rows) {
 // for each row of a block whatever others come with it.
 template <class K>
 bool in_limbs(const Attention& a, int64_t b, int64_t query, int64_t k0, int64_t keys) {
+  if (K::kOneLimb) return takes_limbs<K>(a, a.queries);
   const int64_t q0 = query / kTile * kTile, rows = min_of(kTile, a.queries - q0);
   Range bands[kMostBands];
   return keys == kTile && takes_limbs<K>(a, rows) &&

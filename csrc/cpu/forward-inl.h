@@ -51,7 +51,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
   seen = {max_of(seen.begin / kTile * kTile, range.begin), min_of(seen.end, range.end)};
   // One block of few queries asks for values beside those that it reads, and for keys beside those
   // that it reads once more.
-  const bool alone = w.blocks[0].by_rows && rows <= kFewByRows<K>;
+  const bool alone = !K::kPairs && w.blocks[0].by_rows && rows <= kFewByRows<K>;
   const bool keys_beside =
       alone && rows > kWidthGroup && a.key.row == a.value.row && a.head_dim == a.value_dim;
   const NextHead next = head_after(a, b, h);
@@ -78,7 +78,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       bool met = q.packed;
       if constexpr (K::kLimbs > 0) {
         met |= w.limbs.query_packed[i];
-        visible = limbs ? limbs_visibility<K>(a, b, h, q.q0, q.rows, k0, after, w.limbs)
+        visible = limbs ? limbs_visibility<K>(a, b, h, q.q0, q.rows, k0, keys, after, w.limbs)
                         : visibility_of<K>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
       } else {
         visible = visibility_of<K>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
@@ -116,22 +116,15 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       };
       if constexpr (K::kLimbs > 0) {
         if (limbs) {
-          limbs_tile<K>(a, b, h, k0, i, after, visible, w);
+          limbs_tile<K>(a, b, h, k0, keys, i, after, visible, w);
           q.started = true;
           continue;
         }
         finish_limbs<K>(a, i, w);
       }
       // Pairs, where all of the tile is there and no hidden pair meets what is not finite.
-      const bool whole = K::kPairs && with_values && !bands && keys == kTile;
-      if constexpr (K::Dot::kRowBlock > 1) {
-        if (whole && !has_few_queries(a, K::kLimits) &&
-            ((visible == Visibility::kFull && !a.bias.data) || known_finite())) {
-          matrix_tile<K>(a, b, h, k0, key_rows, value_columns, q, visible, w);
-          q.started = true;
-          continue;
-        }
-      }
+      constexpr bool kMayPair = K::kPairs && !K::kOneLimb;
+      const bool whole = kMayPair && with_values && !bands && keys == kTile;
       T* const top = scores_are_product<K>(a, bands) && !score_limbs ? w.top : nullptr;
       visible = scores<K>(a, b, h, q.q0, q.rows, k0, keys, q.query, key_rows, visible, w.bits, w.s,
                           w.extra, &w.ahead, bands, top);
@@ -142,10 +135,10 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       const int64_t rescaled = q.started && !q.by_rows ? value_dim : 0;
       if (q.by_rows) __builtin_memcpy(old, q.m, sizeof old);
       const bool paired = whole && (!partial || known_finite());
-      if constexpr (K::kPairs) {
+      if constexpr (kMayPair) {
         if (paired)
-          softmax_pairs<K>(q.vectors, q.started, w.s, 1, visible_pairs, kept_pairs, q.m, q.l, q.out,
-                           rescaled, w.pairs, w.ahead, AskSums<K>{});
+          softmax_pairs<K>(q.vectors, q.started, w.s, visible_pairs, kept_pairs, q.m, q.l, q.out,
+                           rescaled, w.pairs);
       }
       if (!paired)
         for_bands<K>(bands, keys, q.vectors, [&](Range seen, int64_t first, int64_t count) {

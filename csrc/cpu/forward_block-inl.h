@@ -259,8 +259,13 @@ void finish_block(const Attention& a, int64_t b, int64_t h, QueryBlock<K>& q,
     }
   }
   if (q.by_rows)
-    for (int64_t r = 0; r < q.rows; r++)
-      scale_out<X>(q.out + r * ld, ld, q.l[r], 1, a.value_dim, row_of<K>(a.out, b, h, q.q0 + r), 0);
+    for (int64_t r = 0; r < q.rows; r++) {
+      typename K::S* const row = row_of<K>(a.out, b, h, q.q0 + r);
+      if constexpr (K::kPairs)
+        K::Dot::scale_row(q.out + r * ld, q.l[r], a.value_dim, row);
+      else
+        scale_out<X>(q.out + r * ld, ld, q.l[r], 1, a.value_dim, row, 0);
+    }
   else
     write_rows<K>(q.out, q.l, q.rows, a.value_dim, row_of<K>(a.out, b, h, q.q0), a.out.row);
 }

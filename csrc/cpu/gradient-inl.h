@@ -322,7 +322,7 @@ void gradient_pairs(const Attention& a, int64_t vectors, int64_t keys, bool part
 }
 
 // Both where a matrix unit does the products: P and dS in pairs of a whole tile, by halves of its
-// queries, as matrix_tile.
+// queries.
 template <class K>
 Visibility matrix_gradient(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t k0,
                            const Operand& key_rows, const Operand& value_rows, Visibility visible,

@@ -49,9 +49,13 @@ inline void load_tile_config(const void* config) {
 }
 #endif
 
+template <int kLimbs>
+struct MultiplyLimbs;
+
 // Tile registers: sums 0-3 (two by two), A 4-5 (16 m x 32 t), X 6-7 (32 t in pairs x 16 lanes).
 struct MultiplyTiles : PairUnits<16> {
   static constexpr int kRowBlock = 16;
+  using InLimbs = MultiplyLimbs<1>;  // what forward takes
 
   // All tiles 16 rows of 64 bytes; released at the end, so that the state is clean for whoever
   // comes next.
@@ -158,6 +162,11 @@ struct MultiplyTiles : PairUnits<16> {
       }
   }
 
+  // 32 numbers of a row, rounded.
+  static void store_row(__m512 first, __m512 second, Unit* to) {
+    _mm512_storeu_si512(to, both(first, second));
+  }
+
   static double multiply_add(int64_t count) {
     const Session session;
     _tile_zero(4);
@@ -198,11 +207,12 @@ struct NothingBeside {
 };
 
 // Multiply-adds, but for whole tiles in limbs: three of a float32, two of what is as exact as a
-// float16.
+// float16; a bfloat16 is its only one.
 template <int kLimbs_>
 struct MultiplyLimbs : Multiply<F32x16Intel> {
+  using InLimbs = MultiplyLimbs;
   static constexpr int kLimbs = kLimbs_;
-  static constexpr int kSteps = kLimbs == 3 ? 6 : 3;  // products of limbs that are added up
+  static constexpr int kSteps = kLimbs * (kLimbs + 1) / 2;  // products of limbs that are added up
   using Session = MultiplyTiles::Session;
 
   static __m512 add_half_unit(__m512 x) {
@@ -308,6 +318,8 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
         other(0), add();
         one(2), add();
         one(0), add();
+      } else if constexpr (kLimbs == 1) {
+        one(0), other(0), add();
       } else {
         one(0), other(1), add();
         other(0), add();
@@ -383,8 +395,6 @@ struct MultiplyLimbs : Multiply<F32x16Intel> {
 #include "width-inl.h"
 //
 #include "forward_block-inl.h"
-//
-#include "matrix-inl.h"
 //
 #include "limbs-inl.h"
 //

@@ -12,10 +12,17 @@ struct BiasRows {
   int64_t ahead = 0;  // bytes to those that will be wanted next
 };
 struct NoBias {};
+struct Unscaled {};  // scores that lack their scale
 template <class E>
 constexpr bool kIsBias = true;
 template <>
 constexpr bool kIsBias<NoBias> = false;
+template <>
+constexpr bool kIsBias<Unscaled> = false;
+template <class E>
+constexpr bool kIsUnscaled = false;
+template <>
+constexpr bool kIsUnscaled<Unscaled> = true;
 
 // Sums of P for each query of half a block, [query][kLanes], that l still lacks: what the next tile
 // adds up stands beside them until it is known that no level has to be raised.
@@ -28,12 +35,14 @@ template <class K>
 struct ScoredHalf {
   float* s = nullptr;  // [query][kTile]; nothing waits without
   const typename K::S* value = nullptr;
+  int64_t keys = 0;
   BiasRows bias;  // that is not in s yet
   float *m, *l, *out;
   HalfSums* sums;
   uint64_t* seen;        // of each query, bit n: whether it sees key n
   const uint64_t* kept;  // likewise, or nullptr
   int64_t queries;
+  float scale;  // that s lacks
   bool masked;  // whether anybody has to look at `seen`
   bool started;
 };
@@ -46,9 +55,11 @@ struct ForwardLimbs<K, true> {
   PendingSum<K> pending;
   ScoredHalf<K> half;
   const typename K::S* value_of = nullptr;  // of which rows `value` is
+  bool value_checked = false;               // whether these are known to be finite, or unusual
   uint64_t *seen[2], *keep[2];              // of this tile, and of the one before
   float* bias[2];                           // of a half, where its keys are no neighbours
   float* levels;                            // of a half
+  int64_t out_row;                          // numbers between two queries of a block's out
   HalfSums half_sums[kGroup][2];
   int turn = 0;             // of the two halves that w.s has room for
   int side = 0;             // of the two tiles
@@ -62,6 +73,7 @@ struct ForwardLimbs<K, true> {
       t.data = arena.take<uint32_t>(taken ? limbs_size<K>(along, across) : 0);
       return t;
     };
+    out_row = padded<K>(a.value_dim);
     key = take(a.head_dim, kTile);
     value = take(kTile, a.value_dim);
     weights = take(kTile, kHalfRow);
@@ -69,11 +81,13 @@ struct ForwardLimbs<K, true> {
     weights.along = kTile / kLimbsStep;
     weights.step = K::kLimbs * weights.plane;
     weights.across = K::kLanes * K::kLanes;
-    for (int64_t i = 0; i < min_of(kGroup, ceil_div(a.queries, kTile)); i++)
+    for (int64_t i = 0; K::kCut && i < min_of(kGroup, ceil_div(a.queries, kTile)); i++)
       query[i] = take(a.head_dim, kRow);
-    for (float*& sum : sums) sum = arena.take<float>(taken ? padded<K>(a.value_dim) * kHalfRow : 0);
+    for (float*& sum : sums)
+      sum = arena.take<float>(taken && K::kCut ? padded<K>(a.value_dim) * kHalfRow : 0);
     for (float*& rows : bias)
-      rows = arena.take<float>(taken && a.bias.data && a.bias.key != 1 ? kHalfRow * kTile : 0);
+      rows = arena.take<float>(
+          taken && a.bias.data && (a.bias.key != 1 || a.keys % kTile) ? kHalfRow * kTile : 0);
     for (int i = 0; i < 2; i++) {
       seen[i] = arena.take<uint64_t>(taken ? kTile : 0);
       keep[i] = arena.take<uint64_t>(taken ? kTile : 0);
@@ -87,14 +101,16 @@ struct ForwardLimbs<K, true> {
   }
 };
 
-// The exponentials of a row of 64 scores with each piece: P comes in limbs, S stays. In the hope
-// that no level has to be raised, and that no bias is infinite. kAsk: a line of what is wanted next
-// is asked for with each vector.
-template <class K, bool kAsk, bool kMasked, bool kDropout, class E>
+// The exponentials of a row of 64 scores with each piece, or of the first 32: P comes in limbs, S
+// stays. In the hope that no level has to be raised, and that no bias is infinite. kAsk: a line of
+// what is wanted next is asked for with each vector. Unscaled, P is 2^y for y = S scale log2 e less
+// the level's log2 e: one multiply-add, as exact as S unless the level is large.
+template <class K, bool kAsk, bool kMasked, bool kDropout, class E, int kKeys = kTile>
 class RowExponentials {
   using X = typename K::X;
   using V = typename X::V;
-  static constexpr int kVectors = kTile / K::kLanes;
+  static constexpr int kVectors = kKeys / K::kLanes;
+  static constexpr bool kUnscaled = kIsUnscaled<E>;
   static constexpr int64_t kPlane = kHalfRow * K::kLanes;
 
  public:
@@ -109,18 +125,25 @@ class RowExponentials {
         kept_{half.kept},
         sums_(half.sums->now),
         next_sums_(half.sums->next),
+        out_(half.out),
+        out_row_(t.out_row),
         weights_(t.weights.data),
         ahead_(&ahead) {
     for (int i = 0; i < 2; i++) {
       top_[i] = X::set(-(float)INFINITY);
       finite_[i] = X::zero();
     }
+    constexpr float kUnit = kUnscaled ? Exp<float>::log2e : 1;
     for (int64_t r = 0; r < kHalfRow; r += K::kLanes)
-      X::store(t.levels + r, level_of<K>(half.m + r));
+      X::store(t.levels + r, X::mul(X::set(kUnit), level_of<K>(half.m + r)));
+    factor_ = X::set(half.scale * kUnit);
     if constexpr (kAsk) lines_ = ahead.lines();
   }
   int64_t pieces() const { return queries_; }
   [[gnu::always_inline]] void piece(int64_t r) {
+    if constexpr (K::kOneLimb)  // the product of the values is added to what the unit reads there
+      for (int64_t d = 0; d < out_row_; d += K::kLanes)
+        __builtin_prefetch(out_ + r * out_row_ + d, 1);
     const V level = X::set(levels_[r]), lowest = X::set(Exp<float>::lowest_finite);
     uint32_t* const to = weights_ + r * K::kLanes;
     V sum = X::load(sums_ + r * K::kLanes);
@@ -136,18 +159,24 @@ class RowExponentials {
           const E* const bias = bias_ + r * bias_stride_ + at;
           if (at * (int64_t)sizeof(E) % kLine == 0)
             __builtin_prefetch((const char*)bias + bias_ahead_, 0, 2);
-          x = X::add(x, X::load(bias));
+          x = K::kOneLimb ? X::fma(factor_, x, X::load(bias)) : X::add(x, X::load(bias));
         }
-        x = seen_or<X, kMasked>(seen_, r, i + k, X::sub(x, level), lowest);
+        if constexpr (K::kOneLimb && !kUnscaled && !kIsBias<E>) x = X::mul(factor_, x);
+        x = kUnscaled ? X::fms(factor_, x, level) : X::sub(x, level);
+        x = seen_or<X, kMasked>(seen_, r, i + k, x, lowest);
         if constexpr (kIsBias<E>)
           finite_[k] = X::fma(x, X::zero(), finite_[k]);  // NaN where x is not
         top_[k] = X::max(x, top_[k]);
-        e[k] = exp_of<X>(x);
+        e[k] = kUnscaled ? power_of_two<X>(x, x, kLeastPower) : exp_of<X>(x);
       }
       sum = X::add(sum, X::add(e[0], e[1]));
-      store_limbs<K, false, false>(seen_or<X, kDropout>(kept_, r, i, e[0], X::zero()),
-                                   seen_or<X, kDropout>(kept_, r, i + 1, e[1], X::zero()), kPlane,
-                                   to + i / 2 * K::kLimbs * kPlane);
+      const V kept[2] = {seen_or<X, kDropout>(kept_, r, i, e[0], X::zero()),
+                         seen_or<X, kDropout>(kept_, r, i + 1, e[1], X::zero())};
+      uint32_t* const pairs = to + i / 2 * K::kLimbs * kPlane;
+      if constexpr (K::kOneLimb)
+        K::Dot::store_row(kept[0], kept[1], pairs);
+      else
+        store_limbs<K, false, false>(kept[0], kept[1], kPlane, pairs);
     }
     X::store(next_sums_ + r * K::kLanes, sum);
   }
@@ -155,26 +184,32 @@ class RowExponentials {
   bool finish() {
     if constexpr (kAsk) ahead_->stopped(lines_);
     const V finite = X::add(finite_[0], finite_[1]);
-    return !X::bits(X::gt(X::max(top_[0], top_[1]), X::set(kSlack<float>))) &&
+    return !X::bits(X::gt(X::max(top_[0], top_[1]), X::set(kMostSlack))) &&
            X::bits(X::eq(finite, finite)) == first_bits(K::kLanes);
   }
 
  private:
+  static constexpr float kMostSlack = kSlack<float> * (kUnscaled ? Exp<float>::log2e : 1);
+  static constexpr float kLeastPower = Exp<float>::power_lowest * Exp<float>::log2e;
+
   const float *s_, *levels_;
   const E* bias_;
   int64_t bias_stride_, bias_ahead_, queries_;
   Seen seen_, kept_;
   const float* sums_;
-  float* next_sums_;
+  float *next_sums_, *out_;
+  int64_t out_row_;
   uint32_t* weights_;
   Ahead* ahead_;
   Ahead::Lines lines_{};
-  V top_[2], finite_[2];
+  V factor_, top_[2], finite_[2];
 };
 
-// run<E>() for the type of a bias.
+// run<E>() for the type of a bias, and whether there is a scale left.
 template <class K, class Run>
-auto by_bias(const BiasRows& bias, const Run& run) {
+auto by_bias(const BiasRows& bias, const Run& run, bool unscaled = false) {
+  if constexpr (K::kOneLimb)
+    if (!bias.data && unscaled) return run.template operator()<Unscaled>();
   if (!bias.data) return run.template operator()<NoBias>();
   return bias.is_float32 ? run.template operator()<float>()
                          : run.template operator()<typename K::S>();
@@ -214,19 +249,21 @@ void raise_rows(const Attention& a, ForwardLimbs<K>& t, ScoredHalf<K>& half) {
           for (int64_t n = 0; n < kTile; n += K::kLanes) {
             float* const to = half.s + r * kTile + n;
             const auto bias = X::load((const E*)half.bias.data + r * half.bias.stride + n);
-            X::store(to, add_to_score<X>(X::load(to), bias));
+            const auto score = X::fma(X::set(half.scale), X::load(to), bias);
+            X::store(to, X::max(X::set(Exp<float>::lowest_finite), score));
           }
     });
     half.bias = {};
+    half.scale = 1;
   }
   const Seen seen{half.seen};
-  const typename X::V lowest = X::set(-(float)INFINITY);
+  const typename X::V lowest = X::set(-(float)INFINITY), scale = X::set(half.scale);
   float top[kHalfRow] = {}, old[kHalfRow];
   __builtin_memcpy(old, half.m, sizeof old);
   for (int64_t r = 0; r < half.queries; r++) {
     typename X::V all = lowest;
     for (int i = 0; i < kTile / K::kLanes; i++) {
-      const typename X::V score = X::load(half.s + r * kTile + i * K::kLanes);
+      const typename X::V score = X::mul(scale, X::load(half.s + r * kTile + i * K::kLanes));
       all = X::max(half.masked ? seen_or<X, true>(seen, r, i, score, lowest) : score, all);
     }
     top[r] = X::largest(all);
@@ -249,6 +286,19 @@ bool lacks_level(const ScoredHalf<K>& half) {
   return lacks != 0;
 }
 
+// The queries whose level is so large that, times log2 e, it would be wrong by more than 0.001.
+template <class K>
+uint64_t large_levels(const ScoredHalf<K>& half) {
+  using X = typename K::X;
+  constexpr float kLarge = 4096;
+  uint64_t large = 0;
+  for (int64_t r = 0; r < kHalfRow; r += K::kLanes) {
+    const typename X::V level = level_of<K>(half.m + r);
+    large |= X::bits(X::gt(X::max(level, X::sub(X::zero(), level)), X::set(kLarge))) << r;
+  }
+  return large & first_bits(half.queries);
+}
+
 // P of half a block, in limbs; m and its sums over its keys, too. run(rows) computes what
 // rows.step() and rows.finish() do, beside a product of so many steps.
 template <class K, class Run>
@@ -256,23 +306,38 @@ void softmax_rows(const Attention& a, ScoredHalf<K>& half, int64_t steps, Forwar
                   const Run& run) {
   ForwardLimbs<K>& t = w.limbs;
   const auto attempt = [&]<bool kMayAsk>(const auto& compute) {
-    return by_bias<K>(half.bias, [&]<class E>() {
-      bool done = false;
+    bool done = false;
+    const auto by_keys = [&]<bool kAsk, bool kMasked, bool kDropout, class E>() {
+      const auto all = [&]<int kKeys>() {
+        using Rows = RowExponentials<K, kAsk, kMasked, kDropout, E, kKeys>;
+        PiecesBeside<Rows> rows(Rows(half, t, w.ahead), steps);
+        compute(rows);
+        done = rows.of.finish();
+        if constexpr (kIsUnscaled<E>) {
+          uint64_t large = large_levels<K>(half);
+          if (!large) return;
+          RowExponentials<K, false, kMasked, kDropout, NoBias, kKeys> scaled(half, t, w.ahead);
+          for (; large; large &= large - 1) scaled.piece(__builtin_ctzll(large));
+          done &= scaled.finish();
+        }
+      };
+      if constexpr (K::kOneLimb && kMasked) {
+        if (half.keys <= kTile / 2) return all.template operator()<kTile / 2>();
+      }
+      all.template operator()<kTile>();
+    };
+    const auto by_bias_type = [&]<class E>() {
       by_masks(Seen{half.masked ? half.seen : nullptr}, Seen{half.kept},
                [&]<bool kMasked, bool kDropout>() {
-                 const auto all = [&]<bool kAsk>() {
-                   using Rows = RowExponentials<K, kAsk, kMasked, kDropout, E>;
-                   PiecesBeside<Rows> rows(Rows(half, t, w.ahead), steps);
-                   compute(rows);
-                   done = rows.of.finish();
-                 };
                  if constexpr (kMayAsk) {
-                   if (w.ahead.waiting()) return all.template operator()<true>();
+                   if (w.ahead.waiting())
+                     return by_keys.template operator()<true, kMasked, kDropout, E>();
                  }
-                 all.template operator()<false>();
+                 by_keys.template operator()<false, kMasked, kDropout, E>();
                });
-      return done;
-    });
+    };
+    by_bias<K>(half.bias, by_bias_type, half.scale != 1);
+    return done;
   };
   if (!half.started || lacks_level<K>(half)) raise_rows<K>(a, t, half);
   if (!attempt.template operator()<true>(run)) {

@@ -143,6 +143,21 @@ struct PairUnits {
       }
     return c;
   }
+  // to[c] = factor from[c], as scale_out, 32 columns at a time.
+  static void scale_row(const float* from, float factor, int64_t columns, BFloat16* to) {
+    const __m512 f = _mm512_set1_ps(factor);
+    for (int64_t c = 0; c < columns; c += 32) {
+      const int64_t left = columns - c;
+      const __m512 x = _mm512_mul_ps(f, _mm512_maskz_loadu_ps(lanes(left), from + c));
+      const __m512 y = _mm512_mul_ps(f, _mm512_maskz_loadu_ps(lanes(left - 16), from + c + 16));
+      if (_mm512_fpclass_ps_mask(x, kOther) | _mm512_fpclass_ps_mask(y, kOther)) [[unlikely]]
+        scale_out<F32x16>(from + c, 0, factor, 1, min_of(32, left), to + c, 0);
+      else if (left >= 32)
+        _mm512_storeu_si512(to + c, both(x, y));
+      else
+        _mm512_mask_storeu_epi16(to + c, (1u << left) - 1, both(x, y));
+    }
+  }
   // Each for itself: pairs of neighbouring lanes.
   static void store_each(__m512 first, __m512 second, Unit* to_first, Unit* to_second) {
     const __m512i v = both(first, second);

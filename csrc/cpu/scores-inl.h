@@ -2,15 +2,15 @@
 namespace mha_ext::cpu {
 namespace {
 
-// tile *= factor, of rows of kLd numbers
-template <class K, int64_t kLd = kRow>
+// tile *= factor
+template <class K>
 void scale_tile(typename K::T factor, int64_t keys, int64_t vectors, typename K::T* tile) {
   using X = typename K::X;
   if (factor == 1) return;
   const typename X::V f = X::set(factor);
   for (int64_t n = 0; n < keys; n++)
     for (int64_t i = 0; i < vectors; i++) {
-      typename K::T* p = tile + n * kLd + i * K::kLanes;
+      typename K::T* p = tile + n * kRow + i * K::kLanes;
       X::store(p, X::mul(f, X::load(p)));
     }
 }
@@ -443,7 +443,7 @@ Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
   if (has_few_queries(a, K::kLimits)) {
     few_scores_tile<K>(a, b, h, q0, rows, k0, keys, s);
   } else {
-    if constexpr (K::kLimbs > 0)
+    if constexpr (K::kCut)
       if (in_limbs<K>(a, b, q0, k0, keys)) {
         limbs_scores<K>(key_rows, a.head_dim, query_lanes.packed, rows, s);
         return a.bias.data

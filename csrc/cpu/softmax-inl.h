@@ -23,9 +23,8 @@ template <class X, bool kMasked>
   return X::select(X::mask(seen.bits[key] >> (seen.first + i * X::kLanes)), v, otherwise);
 }
 
-// The largest scores of NV vectors of queries: those of `known`, where it is set. `kLd` numbers lie
-// between two keys.
-template <class K, int NV, bool kMasked, int64_t kLd = kRow>
+// The largest scores of NV vectors of queries: those of `known`, where it is set.
+template <class K, int NV, bool kMasked>
 void find_tops(int64_t keys, const typename K::T* s, const typename K::T* known, Seen seen,
                typename K::X::V (&found)[NV]) {
   using X = typename K::X;
@@ -39,7 +38,7 @@ void find_tops(int64_t keys, const typename K::T* s, const typename K::T* known,
 #pragma GCC unroll 4
   for (int i = 0; i < NV; i++) top[0][i] = top[1][i] = lowest;
   const auto raise = [&](int which, int i, int64_t n) __attribute__((always_inline)) {
-    const typename X::V score = X::load(s + n * kLd + i * K::kLanes);
+    const typename X::V score = X::load(s + n * kRow + i * K::kLanes);
     top[which][i] = X::max(seen_or<X, kMasked>(seen, n, i, score, lowest), top[which][i]);
   };
   int64_t n = 0;
@@ -59,7 +58,7 @@ void find_tops(int64_t keys, const typename K::T* s, const typename K::T* known,
 // m[r] -> the maximum with these scores, where it grows by more than 5.5: then l and the output are
 // rescaled. `known`: the largest scores, those of hidden pairs too; mostly no level has to be
 // raised for these, and nobody has to look at what is seen. For NV vectors of queries:
-template <class K, int NV, bool kMasked, int64_t kLd = kRow>
+template <class K, int NV, bool kMasked>
 void raise_levels(int64_t keys, const typename K::T* s, const typename K::T* known, Seen seen,
                   typename K::T* m, typename K::T* l, typename K::T* out, int64_t value_dim) {
   using X = typename K::X;
@@ -75,7 +74,7 @@ void raise_levels(int64_t keys, const typename K::T* s, const typename K::T* kno
     known = nullptr;
   }
   V top[NV];
-  find_tops<K, NV, kMasked, kLd>(keys, s, known, seen, top);
+  find_tops<K, NV, kMasked>(keys, s, known, seen, top);
 #pragma GCC unroll 4
   for (int i = 0; i < NV; i++) {
     const V old = X::load(m + i * K::kLanes);
@@ -154,85 +153,6 @@ void softmax_lanes(int64_t keys, typename K::T* s, const typename K::T* top, See
   }
 }
 
-// The exponentials of all 64 keys for NV vectors of queries, two keys at a time: P comes as pairs
-// of keys, S stays. kTry: in the hope that no level has to be raised. kAsk: two lines of what is
-// wanted next are asked for with each two keys of a vector.
-template <class K, int NV, int64_t kLd, bool kTry, bool kAsk, bool kMasked, bool kDropout>
-class PairExponentials {
-  using T = typename K::T;
-  using X = typename K::X;
-  using V = typename X::V;
-  // Whether a matrix unit made S, which does not scale it.
-  static constexpr bool kScales = K::Dot::kRowBlock > 1;
-
- public:
-  PairExponentials(const T* s, T factor, Seen seen, Seen kept, const T* m, typename K::Unit* pairs,
-                   Ahead& ahead)
-      : s_(s), seen_(seen), kept_(kept), m_(m), pairs_(pairs), ahead_(&ahead) {
-    factor_ = X::set(factor);
-#pragma GCC unroll 4
-    for (int i = 0; i < NV; i++) {
-      level_[i] = level_of<K>(m + i * K::kLanes);
-      sum_[0][i] = sum_[1][i] = X::zero();
-      top_[i] = X::set(-(T)INFINITY);
-    }
-    if constexpr (kAsk) lines_ = ahead.lines();
-  }
-  [[gnu::always_inline]] void step(int64_t n, int i) {
-    if constexpr (kAsk) {
-      ahead_->ask(lines_);
-      ahead_->ask(lines_);
-    }
-    const T* p = s_ + n * kLd + i * K::kLanes;
-    const V x0 = X::sub(scaled(X::load(p)), level_[i]);
-    const V x1 = X::sub(scaled(X::load(p + kLd)), level_[i]);
-    if (kTry) {
-      top_[i] = seen_or<X, kMasked>(seen_, n, i, X::max(x0, top_[i]), top_[i]);
-      top_[i] = seen_or<X, kMasked>(seen_, n + 1, i, X::max(x1, top_[i]), top_[i]);
-    }
-    const V e0 = seen_or<X, kMasked>(seen_, n, i, exp_of<X>(x0), X::zero());
-    const V e1 = seen_or<X, kMasked>(seen_, n + 1, i, exp_of<X>(x1), X::zero());
-    sum_[0][i] = X::add(sum_[0][i], e0);
-    sum_[1][i] = X::add(sum_[1][i], e1);
-    K::Dot::store_pairs(seen_or<X, kDropout>(kept_, n, i, e0, X::zero()),
-                        seen_or<X, kDropout>(kept_, n + 1, i, e1, X::zero()),
-                        pairs_ + n / 2 * kLd + i * K::kLanes);
-  }
-  // Adds P to l; false, where a level has to be raised: then l is as it was.
-  bool finish(T* l) {
-    if constexpr (kAsk) ahead_->stopped(lines_);
-    uint64_t grows = 0;
-#pragma GCC unroll 4
-    for (int i = 0; i < NV; i++) {
-      const V lowest = X::set(-(T)INFINITY);
-      V most = X::set(kSlack<T>);
-      if constexpr (kMasked)
-        most = X::select(X::eq(X::load(m_ + i * K::kLanes), lowest), lowest, most);
-      if (kTry) grows |= X::bits(X::gt(top_[i], most));
-    }
-    if (grows) return false;
-#pragma GCC unroll 4
-    for (int i = 0; i < NV; i++)
-      X::store(l + i * K::kLanes,
-               X::add(X::load(l + i * K::kLanes), X::add(sum_[0][i], sum_[1][i])));
-    return true;
-  }
-
- private:
-  [[gnu::always_inline]] V scaled(V score) const {
-    if constexpr (kScales) return X::mul(factor_, score);
-    return score;
-  }
-
-  const T* s_;
-  Seen seen_, kept_;
-  const T* m_;
-  typename K::Unit* pairs_;
-  Ahead* ahead_;
-  Ahead::Lines lines_{};
-  V factor_, level_[NV], sum_[2][NV], top_[NV];
-};
-
 // Whether a query has no level yet.
 template <class K, int NV>
 bool lacks_level(const typename K::T* m) {
@@ -244,28 +164,59 @@ bool lacks_level(const typename K::T* m) {
   return lacks;
 }
 
-// All of them. On a matrix unit, which asks for nothing, `beside` takes a step with each.
-template <class K, int NV, int64_t kLd, bool kTry, bool kAsk, bool kMasked, bool kDropout,
-          class Beside>
-bool softmax_pairs_lanes(const typename K::T* s, typename K::T factor, Seen seen, Seen kept,
-                         const typename K::T* m, typename K::T* l, const typename K::T* out,
-                         typename K::Unit* pairs, Ahead& ahead, Beside& beside) {
+// The exponentials of all 64 keys for NV vectors of queries, two keys at a time: P comes as pairs
+// of keys and is added to l, S stays. kTry: in the hope that no level has to be raised; false,
+// where one has to: then l is as it was.
+template <class K, int NV, bool kTry, bool kMasked, bool kDropout>
+bool softmax_pairs_lanes(const typename K::T* s, Seen seen, Seen kept, const typename K::T* m,
+                         typename K::T* l, typename K::Unit* pairs) {
+  using T = typename K::T;
+  using X = typename K::X;
+  using V = typename X::V;
   // Masked, a query may see nothing here either.
   if (kTry && !kMasked && lacks_level<K, NV>(m)) return false;
-  PairExponentials<K, NV, kLd, kTry, kAsk, kMasked, kDropout> of(s, factor, seen, kept, m, pairs,
-                                                                 ahead);
+  V level[NV], sum[2][NV], top[NV];
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++) {
+    level[i] = level_of<K>(m + i * K::kLanes);
+    sum[0][i] = sum[1][i] = X::zero();
+    top[i] = X::set(-(T)INFINITY);
+  }
   for (int64_t n = 0; n < kTile; n += 2)
 #pragma GCC unroll 4
     for (int i = 0; i < NV; i++) {
-      if constexpr (K::Dot::kRowBlock > 1) beside.template step<NV>(out, n / 2 * NV + i);
-      of.step(n, i);
+      V e[2];
+#pragma GCC unroll 2
+      for (int k = 0; k < 2; k++) {
+        const V x = X::sub(X::load(s + (n + k) * kRow + i * K::kLanes), level[i]);
+        if (kTry) top[i] = seen_or<X, kMasked>(seen, n + k, i, X::max(x, top[i]), top[i]);
+        e[k] = seen_or<X, kMasked>(seen, n + k, i, exp_of<X>(x), X::zero());
+        sum[k][i] = X::add(sum[k][i], e[k]);
+      }
+      K::Dot::store_pairs(seen_or<X, kDropout>(kept, n, i, e[0], X::zero()),
+                          seen_or<X, kDropout>(kept, n + 1, i, e[1], X::zero()),
+                          pairs + n / 2 * kRow + i * K::kLanes);
     }
-  return of.finish(l);
+  uint64_t grows = 0;
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++) {
+    const V lowest = X::set(-(T)INFINITY);
+    V most = X::set(kSlack<T>);
+    if constexpr (kMasked)
+      most = X::select(X::eq(X::load(m + i * K::kLanes), lowest), lowest, most);
+    if (kTry) grows |= X::bits(X::gt(top[i], most));
+  }
+  if (grows) return false;
+#pragma GCC unroll 4
+  for (int i = 0; i < NV; i++)
+    X::store(l + i * K::kLanes, X::add(X::load(l + i * K::kLanes), X::add(sum[0][i], sum[1][i])));
+  return true;
 }
 
 // run<NV>(lane) for each NV vectors of queries, of as many as leave registers for the exponential.
-template <class K, int kMost = K::X::kRegisters == 32 ? 4 : 1, class Run>
+template <class K, class Run>
 void by_vectors(int64_t vectors, const Run& run) {
+  constexpr int kMost = K::X::kRegisters == 32 ? 4 : 1;
   int64_t lane = 0;
   for (; vectors >= kMost; vectors -= kMost, lane += kMost * K::kLanes)
     run.template operator()<kMost>(lane);
@@ -300,39 +251,6 @@ void softmax_one_tile(int64_t keys, int64_t vectors, typename K::T* s, const typ
   });
 }
 
-// The same to the bit, rounded as tile_vectors rounds P, of rows of kLd queries, as many vectors of
-// them at once as fit. S may be scaled thereby.
-template <class K, int64_t kLd, bool kMasked, bool kDropout, class Beside>
-void softmax_pairs_of(int64_t vectors, bool started, typename K::T* s, typename K::T factor,
-                      Seen seen, Seen kept, typename K::T* m, typename K::T* l, typename K::T* out,
-                      int64_t value_dim, typename K::Unit* pairs, Ahead& ahead, Beside& beside) {
-  by_vectors<K, kLd / K::kLanes>(vectors, [&]<int NV>(int64_t lane) {
-    const Seen sees = seen.from(0, lane), keeps = kept.from(0, lane);
-    const auto exponentials = [&]<bool kTry>(typename K::T scale) {
-      constexpr bool kMayAsk = K::Dot::kRowBlock > 1;
-      const auto run =
-          kMayAsk && ahead.waiting()
-              ? softmax_pairs_lanes<K, NV, kLd, kTry, kMayAsk, kMasked, kDropout, Beside>
-              : softmax_pairs_lanes<K, NV, kLd, kTry, false, kMasked, kDropout, Beside>;
-      return run(s + lane, scale, sees, keeps, m + lane, l + lane, out + lane, pairs + lane, ahead,
-                 beside);
-    };
-    if (started && exponentials.template operator()<true>(factor)) return;
-    scale_tile<K, kLd>(factor, kTile, NV, s + lane);
-    raise_levels<K, NV, kMasked, kLd>(kTile, s + lane, nullptr, sees, m + lane, l + lane,
-                                      out + lane, value_dim);
-    exponentials.template operator()<false>(1);
-  });
-}
-// What is done beside each two keys of a vector: the sums that the next product is added to are
-// asked for.
-template <class K>
-struct AskSums {
-  template <int NV>
-  [[gnu::always_inline]] void step(const typename K::T* out, int64_t row) {
-    ask_sums<K, NV>(out, row);
-  }
-};
 // run<kMasked, kDropout>()
 template <class Run>
 void by_masks(Seen seen, Seen kept, const Run& run) {
@@ -341,13 +259,23 @@ void by_masks(Seen seen, Seen kept, const Run& run) {
   else
     kept.bits ? run.template operator()<false, true>() : run.template operator()<false, false>();
 }
-template <class K, int64_t kLd = kRow, class Beside>
-void softmax_pairs(int64_t vectors, bool started, typename K::T* s, typename K::T factor, Seen seen,
-                   Seen kept, typename K::T* m, typename K::T* l, typename K::T* out,
-                   int64_t value_dim, typename K::Unit* pairs, Ahead& ahead, Beside&& beside) {
+// The same to the bit, rounded as tile_vectors rounds P.
+template <class K>
+void softmax_pairs(int64_t vectors, bool started, typename K::T* s, Seen seen, Seen kept,
+                   typename K::T* m, typename K::T* l, typename K::T* out, int64_t value_dim,
+                   typename K::Unit* pairs) {
   by_masks(seen, kept, [&]<bool kMasked, bool kDropout>() {
-    softmax_pairs_of<K, kLd, kMasked, kDropout>(vectors, started, s, factor, seen, kept, m, l, out,
-                                                value_dim, pairs, ahead, beside);
+    by_vectors<K>(vectors, [&]<int NV>(int64_t lane) {
+      const Seen sees = seen.from(0, lane), keeps = kept.from(0, lane);
+      const auto exponentials = [&]<bool kTry>() {
+        return softmax_pairs_lanes<K, NV, kTry, kMasked, kDropout>(s + lane, sees, keeps, m + lane,
+                                                                   l + lane, pairs + lane);
+      };
+      if (started && exponentials.template operator()<true>()) return;
+      raise_levels<K, NV, kMasked>(kTile, s + lane, nullptr, sees, m + lane, l + lane, out + lane,
+                                   value_dim);
+      exponentials.template operator()<false>();
+    });
   });
 }
 

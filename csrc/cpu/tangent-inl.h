@@ -82,7 +82,7 @@ struct TangentBlock {
   bool started;  // has met a tile: before that, out holds nothing
 };
 
-template <class K, bool = (K::kLimbs > 0)>
+template <class K, bool = K::kCut>
 struct ForwardTangentLimbs {
   ForwardTangentLimbs(const Attention&, Arena&) {}
 };
@@ -200,7 +200,7 @@ void add_weighted(const Attention& a, const ValueRows<K>& value, const typename 
 }
 
 // tangent_tile and add_weighted of a whole tile all of whose pairs are seen, without a bias, where
-// a matrix unit does the products: by halves of its queries, as matrix_tile.
+// a matrix unit does the products: by halves of its queries.
 template <class K>
 void matrix_tangent(const Attention& a, const AttentionTangent& t, const Operand& key_rows,
                     const Operand& key_tangent_rows, const Operand& value,
@@ -364,13 +364,13 @@ void forward_tangent(const Attention& a, const AttentionTangent& t, int64_t b, i
     Operand key_rows, key_tangent_rows{};
     ValueRows<K> value{}, value_tangent{};
     bool packed = false;
-    if constexpr (K::kLimbs > 0) w.limbs.packed = false;
+    if constexpr (K::kCut) w.limbs.packed = false;
     for (int64_t i = 0; i < count; i++) {
       TangentBlock<K>& q = w.blocks[i];
       Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
       if (visible == Visibility::kEmpty) continue;
       if (a.dropout.seed) dropout_tile<K>(a, b, h, q.q0, q.rows, k0, keys, w.keep);
-      if constexpr (K::kLimbs > 0) {
+      if constexpr (K::kCut) {
         if (!a.bias.data && !t.bias.data && in_limbs<K>(a, b, q.q0, k0, keys)) {
           const bool partial = visible == Visibility::kPartial;
           if (!limbs_tangent<K>(a, t, b, kv, k0, i, partial, w)) continue;
@@ -417,7 +417,7 @@ void forward_tangent(const Attention& a, const AttentionTangent& t, int64_t b, i
       q.started = true;
     }
   }
-  if constexpr (K::kLimbs > 0) w.limbs.pending.finish();
+  if constexpr (K::kCut) w.limbs.pending.finish();
   for (int64_t i = 0; i < count; i++) finish_tangent<K>(a, t, b, h, w.blocks[i], w);
 }
 

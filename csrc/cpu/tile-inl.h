@@ -35,13 +35,15 @@ struct Kind {
     else
       return stride == columns;
   }
-  // How many limbs of a number go to a matrix unit in whole tiles (limbs-inl.h), or none.
+  // How many limbs of a number go to a matrix unit in whole tiles (limbs-inl.h), or none. One is
+  // the number itself; then forward alone has tiles of limbs, and all of its tiles are.
   static constexpr int kLimbs = [] {
-    if constexpr (requires { Dot::kLimbs; })
-      return Dot::kLimbs;
+    if constexpr (requires { typename Dot::InLimbs; })
+      return Dot::InLimbs::kLimbs;
     else
       return 0;
   }();
+  static constexpr bool kCut = kLimbs > 1, kOneLimb = kLimbs == 1;
   // Whether few queries take numbers at even and at odd places apart.
   static constexpr bool kSplit = !kPairs && requires(const S* p) { X::load_pairs(p, 0); };
   // Their sums over keys have two vectors of columns that lie apart, and are joined at the end.
@@ -91,6 +93,19 @@ typename K::S* row_of(const Rows& t, int64_t b, int64_t h, int64_t row) {
   return (typename K::S*)t.data + b * t.batch + h * t.head + row * t.row;
 }
 
+// 2^y where an instruction multiplies by powers of two; 0 where x, of which y is a multiple, is
+// less than `least`.
+template <class X>
+[[gnu::always_inline]] inline typename X::V power_of_two(typename X::V y, typename X::V x,
+                                                         typename X::T least) {
+  using V = typename X::V;
+  using E = Exp<typename X::T>;
+  const V f = X::fraction(y);
+  V p = X::set(E::scale_coefficient[E::scale_degree - 1]);
+#pragma GCC unroll 8
+  for (int k = E::scale_degree - 2; k >= 0; k--) p = X::fma(p, f, X::set(E::scale_coefficient[k]));
+  return X::scale_from(least, x, X::fma(p, f, X::set(1)), y);
+}
 // x -> e^x, for x up to 88 (double: 709); beyond, anything. What is hidden is selected away by the
 // caller. Several vectors step by step: what waits in one runs beside the others.
 template <class X, int N>
@@ -100,14 +115,7 @@ template <class X, int N>
   const V log2e = X::set(E::log2e);
   if constexpr (X::kExponential == Exponential::kScale) {
 #pragma GCC unroll 4
-    for (int i = 0; i < N; i++) {
-      const V y = X::mul(x[i], log2e), f = X::fraction(y);
-      V p = X::set(E::scale_coefficient[E::scale_degree - 1]);
-#pragma GCC unroll 8
-      for (int k = E::scale_degree - 2; k >= 0; k--)
-        p = X::fma(p, f, X::set(E::scale_coefficient[k]));
-      x[i] = X::scale_from(E::power_lowest, x[i], X::fma(p, f, X::set(1)), y);
-    }
+    for (int i = 0; i < N; i++) x[i] = power_of_two<X>(X::mul(x[i], log2e), x[i], E::power_lowest);
   } else if constexpr (X::kExponential == Exponential::kTable) {
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) {
