@@ -98,6 +98,60 @@ def test_rows_whose_scores_are_large(dtype: torch.dtype, queries: int, keys: int
 
 @pytest.mark.isa
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+def test_large_scores_have_the_same_bits_in_all_passes(dtype: torch.dtype, biased: bool) -> None:
+    """P of backward is the exponential of a score less lse: of alike scores 1 / Lk, however large."""
+    query, key, value = (torch.zeros(1, 1, n, 32) for n in (64, 128, 128))
+    largest = 3e4 if dtype == torch.float16 else 1e9
+    query[..., 0] = largest * torch.linspace(1, 1.9, 64)
+    key[..., 0] = 1
+    query, key, value = (x.to(dtype).requires_grad_() for x in (query, key, value))
+    bias = torch.full((1, 1, 1, 128), 20.0) if biased else None
+    out = mha_ext.attention(query, key, value, bias=bias, scale=0.3)
+    (grad_value,) = torch.autograd.grad(out.sum(), value)
+    torch.testing.assert_close(grad_value.float(), torch.full((1, 1, 128, 32), 0.5))
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_level_that_may_just_rise(dtype: torch.dtype) -> None:
+    """Scores of a second tile 5.5 above the first: other rows, whose level rises, change no bit."""
+    generator = torch.Generator().manual_seed(0)
+    heads, scale = 500, 0.4708822965621948
+    query = torch.zeros(1, heads, 18, 32)
+    key, value = torch.zeros(1, 1, 128, 32), torch.randn(1, 1, 128, 32, generator=generator)
+    key[..., 0] = 1
+    key[:, :, 64, 1:4] = 1
+    key[..., 4] = -torch.rand(128, generator=generator)
+    key[:, :, [0, 64], 4] = 0
+    query[:, :, 0, 0] = (100 * torch.rand(heads, generator=generator) / scale).to(dtype).float()
+    above = 5.5 / scale * (1 + 1e-5 * torch.randn(heads, generator=generator))
+    for i in range(1, 4):
+        query[:, :, 0, i] = above.to(dtype).float()
+        above = above - query[0, :, 0, i]
+    query[:, :, 0, 4] = 1
+    other = query.clone()
+    other[:, :, 17, 1] = 85
+
+    def rows(query: torch.Tensor) -> list[torch.Tensor]:
+        operands = [query, key.expand(1, heads, 128, 32), value.expand(1, heads, 128, 32)]
+        found = mha_ext.attention(*(x.to(dtype) for x in operands), scale=scale, return_lse=True)
+        return [result[:, :, :17] for result in found]
+
+    assert all(map(torch.equal, rows(query), rows(other)))
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_scale_near_the_largest_number(dtype: torch.dtype) -> None:
+    key, value = torch.randn(2, 1, 1, 70, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    out = mha_ext.attention(torch.zeros(1, 1, 70, 32, dtype=dtype), key, value, scale=3e38)
+    near = {"rtol": 0, "atol": 4 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(out, value.mean(2, keepdim=True).expand_as(out), **near)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_row_that_stands_for_all(dtype: torch.dtype) -> None:
     """K and V whose rows lie 0 numbers apart, in whole tiles and in the last."""
     generator = torch.Generator().manual_seed(0)

@@ -106,7 +106,7 @@ void add_half(const Attention& a, const ScoredHalf<K>& half, ForwardScratch<K>& 
   const int64_t ld = t.out_row, vectors = ld / K::kLanes;
   if constexpr (K::kOneLimb) {
     using Products = typename K::Dot::InLimbs;
-    t.weights.along = ceil_div(half.keys, kLimbsStep);
+    t.weights.along = ceil_div(half.reach, kLimbsStep);
     if (half.started)
       Products::template product<true>(t.weights, half.queries, t.value, 0, vectors, half.out, ld);
     else
@@ -295,11 +295,18 @@ void limbs_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t ke
   if (a.dropout.seed) dropout_rows<K>(a, b, h, q.q0, q.rows, k0, keep);
   for (int64_t lane = 0; lane < q.rows; lane += kHalfRow) {
     const int64_t queries = min_of(kHalfRow, q.rows - lane);
+    int64_t reach = keys;
+    if (K::kOneLimb && visible == Visibility::kPartial) {
+      uint64_t any = 0;
+      for (int64_t r = lane; r < lane + queries; r++) any |= seen[r];
+      if (!any && q.started) continue;
+      if (!(any >> kTile / 2)) reach = min_of(keys, kTile / 2);
+    }
     if (t.half.s) t.turn = 1 - t.turn;
     float* const s = w.s + t.turn * kHalfRow * kTile;
     const auto product = [&](auto& beside) __attribute__((always_inline)) {
       K::Dot::InLimbs::template product_beside<true>(query.from(lane / K::kLanes), queries, t.key,
-                                                     0, vectors_of<K>(keys), s, kTile, beside);
+                                                     0, vectors_of<K>(reach), s, kTile, beside);
     };
     finish_half<K>(a, product, w);
     if constexpr (K::kCut)
@@ -310,6 +317,7 @@ void limbs_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t ke
     t.half = {s,
               row_of<K>(a.value, b, kv, k0),
               keys,
+              reach,
               bias_rows<K>(a, b, h, q.q0 + lane, queries, k0, keys, t.bias[t.turn],
                            numbers_ahead(a.bias, {q.q0, k0}, next)),
               q.m + lane,

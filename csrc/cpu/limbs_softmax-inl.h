@@ -35,8 +35,8 @@ template <class K>
 struct ScoredHalf {
   float* s = nullptr;  // [query][kTile]; nothing waits without
   const typename K::S* value = nullptr;
-  int64_t keys = 0;
-  BiasRows bias;  // that is not in s yet
+  int64_t keys = 0, reach = 0;  // all of the tile, and those before which all that is seen lies
+  BiasRows bias;                // that is not in s yet
   float *m, *l, *out;
   HalfSums* sums;
   uint64_t* seen;        // of each query, bit n: whether it sees key n
@@ -159,9 +159,10 @@ class RowExponentials {
           const E* const bias = bias_ + r * bias_stride_ + at;
           if (at * (int64_t)sizeof(E) % kLine == 0)
             __builtin_prefetch((const char*)bias + bias_ahead_, 0, 2);
-          x = K::kOneLimb ? X::fma(factor_, x, X::load(bias)) : X::add(x, X::load(bias));
+          x = X::add(K::kOneLimb ? X::mul(factor_, x) : x, X::load(bias));
+        } else if constexpr (K::kOneLimb && !kUnscaled) {
+          x = X::mul(factor_, x);
         }
-        if constexpr (K::kOneLimb && !kUnscaled && !kIsBias<E>) x = X::mul(factor_, x);
         x = kUnscaled ? X::fms(factor_, x, level) : X::sub(x, level);
         x = seen_or<X, kMasked>(seen_, r, i + k, x, lowest);
         if constexpr (kIsBias<E>)
@@ -189,7 +190,10 @@ class RowExponentials {
   }
 
  private:
-  static constexpr float kMostSlack = kSlack<float> * (kUnscaled ? Exp<float>::log2e : 1);
+  // Unscaled, less by more than a rounding: whether a level rises is for raise_rows to say, since
+  // there each row decides by itself.
+  static constexpr float kMostSlack =
+      kUnscaled ? (kSlack<float> - 0.01f) * Exp<float>::log2e : kSlack<float>;
   static constexpr float kLeastPower = Exp<float>::power_lowest * Exp<float>::log2e;
 
   const float *s_, *levels_;
@@ -249,8 +253,7 @@ void raise_rows(const Attention& a, ForwardLimbs<K>& t, ScoredHalf<K>& half) {
           for (int64_t n = 0; n < kTile; n += K::kLanes) {
             float* const to = half.s + r * kTile + n;
             const auto bias = X::load((const E*)half.bias.data + r * half.bias.stride + n);
-            const auto score = X::fma(X::set(half.scale), X::load(to), bias);
-            X::store(to, X::max(X::set(Exp<float>::lowest_finite), score));
+            X::store(to, add_to_score<X>(X::mul(X::set(half.scale), X::load(to)), bias));
           }
     });
     half.bias = {};
@@ -322,7 +325,7 @@ void softmax_rows(const Attention& a, ScoredHalf<K>& half, int64_t steps, Forwar
         }
       };
       if constexpr (K::kOneLimb && kMasked) {
-        if (half.keys <= kTile / 2) return all.template operator()<kTile / 2>();
+        if (half.reach <= kTile / 2) return all.template operator()<kTile / 2>();
       }
       all.template operator()<kTile>();
     };
@@ -336,7 +339,9 @@ void softmax_rows(const Attention& a, ScoredHalf<K>& half, int64_t steps, Forwar
                  by_keys.template operator()<false, kMasked, kDropout, E>();
                });
     };
-    by_bias<K>(half.bias, by_bias_type, half.scale != 1);
+    // A scale of no more than this can be multiplied by log2 e.
+    const bool unscaled = half.scale != 1 && -1e38f < half.scale && half.scale < 1e38f;
+    by_bias<K>(half.bias, by_bias_type, unscaled);
     return done;
   };
   if (!half.started || lacks_level<K>(half)) raise_rows<K>(a, t, half);

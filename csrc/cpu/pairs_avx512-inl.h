@@ -66,7 +66,9 @@ struct PairUnits {
   static void store_sums(BFloat16* p, const __m512 (&sum)[2], int64_t left) {
     const __m512i all = both(sum[0], sum[1]);
     const __m512i order = _mm512_setr_epi32(0, 0, 4, 0, 1, 0, 5, 0, 2, 0, 6, 0, 3, 0, 7, 0);
-    const __m512i x = _mm512_permutex2var_epi64(all, order, all);
+    store_rounded(p, _mm512_permutex2var_epi64(all, order, all), left);
+  }
+  static void store_rounded(BFloat16* p, __m512i x, int64_t left) {
     if (left >= 32) return _mm512_storeu_si512(p, x);
     store_half(p, _mm512_castsi512_si256(x), left);
     if (left > 16) store_half(p + 16, _mm512_extracti64x4_epi64(x, 1), left - 16);
@@ -152,10 +154,8 @@ struct PairUnits {
       const __m512 y = _mm512_mul_ps(f, _mm512_maskz_loadu_ps(lanes(left - 16), from + c + 16));
       if (_mm512_fpclass_ps_mask(x, kOther) | _mm512_fpclass_ps_mask(y, kOther)) [[unlikely]]
         scale_out<F32x16>(from + c, 0, factor, 1, min_of(32, left), to + c, 0);
-      else if (left >= 32)
-        _mm512_storeu_si512(to + c, both(x, y));
       else
-        _mm512_mask_storeu_epi16(to + c, (1u << left) - 1, both(x, y));
+        store_rounded(to + c, both(x, y), left);
     }
   }
   // Each for itself: pairs of neighbouring lanes.
