@@ -152,6 +152,27 @@ def test_a_scale_near_the_largest_number(dtype: torch.dtype) -> None:
 
 @pytest.mark.isa
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("first", [0, 32])
+def test_queries_that_first_see_a_later_tile(dtype: torch.dtype, first: int) -> None:
+    """Half of a block of queries sees nothing of the first keys, the other half nothing of the rest."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 2, n, 32, generator=generator).to(dtype) for n in (64, 256, 256)
+    )
+    mha_ext.attention(query, key, torch.full_like(value, torch.nan))  # what memory may hold before
+    value[:, :, 80, 3] = torch.nan  # nobody sees it
+    seen = torch.zeros(64, 256, dtype=torch.bool)
+    seen[first : first + 32, :70] = True
+    seen[32 - first : 64 - first, 130:250] = True
+    out = mha_ext.attention(query, key, value, seen)
+    value[:, :, 80, 3] = 0
+    wanted = reference.attention(query.double(), key.double(), value.double(), seen)
+    near = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(out.double(), wanted, **near)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_row_that_stands_for_all(dtype: torch.dtype) -> None:
     """K and V whose rows lie 0 numbers apart, in whole tiles and in the last."""
     generator = torch.Generator().manual_seed(0)
