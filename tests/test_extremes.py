@@ -142,12 +142,19 @@ def test_a_level_that_may_just_rise(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.isa
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_scale_near_the_largest_number(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [3e38, -3e38])
+def test_a_scale_near_the_largest_number(dtype: torch.dtype, scale: float) -> None:
+    """Whose product with log2 e is infinite; all scores are zero."""
     key, value = torch.randn(2, 1, 1, 70, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
-    out = mha_ext.attention(torch.zeros(1, 1, 70, 32, dtype=dtype), key, value, scale=3e38)
+    query = torch.zeros(1, 1, 70, 32, dtype=dtype)
+    key, value = key.requires_grad_(), value.requires_grad_()
+    out = mha_ext.attention(query, key, value, scale=scale)
     near = {"rtol": 0, "atol": 4 * torch.finfo(dtype).eps}
     torch.testing.assert_close(out, value.mean(2, keepdim=True).expand_as(out), **near)
+    grad_key, grad_value = torch.autograd.grad(out.sum(), (key, value))
+    torch.testing.assert_close(grad_value, torch.ones_like(value), **near)
+    assert not grad_key.any()
 
 
 @pytest.mark.isa

@@ -253,7 +253,8 @@ DEVICE void hopper_powers(const Attention& a, const typename F::At& turn,
   else
     far = ballot(own[0].far || own[1].far) != 0;
   const float factor = scale * kLog2E;
-  if (far) {  // S - lse comes first
+  far |= !(fabsf(factor) < INFINITY);  // scale is near the largest number
+  if (far) {                           // S - lse comes first
 #pragma unroll
     for (int j = 0; j < F::kColumns; j++) {
       if constexpr (F::kBias) bias.load(turn, j);

@@ -47,6 +47,10 @@ template <class F>
 DEVICE Rise<F> softmax_tile(float scale, float (&s)[F::kFragments][F::kColumns][4],
                             RowState<F>& rows) {
   constexpr float kNear = 128 * kLog2E;
+  const float scale_log2e = scale * kLog2E;
+  const auto is_near = [&](float number) {
+    return fabsf(number) < kNear && scale_log2e < INFINITY;
+  };
   float ahead[F::kFragments][2], factor[F::kFragments][2];
   Rise<F> rise;
   rise.any = false;
@@ -71,16 +75,17 @@ DEVICE Rise<F> softmax_tile(float scale, float (&s)[F::kFragments][F::kColumns][
       rows.l[m][half] *= rise.factor[m][half];
       rise.any |= grows;
       ahead[m][half] = level == -INFINITY ? 0 : level * -kLog2E;  // -inf - -inf would be NaN
-      factor[m][half] = scale * kLog2E;
-      far |= !(fabsf(ahead[m][half]) < kNear);
+      factor[m][half] = scale_log2e;
+      far |= !is_near(ahead[m][half]);
     }
   if (ballot(far)) {
-    // Far from zero level log2 e is rounded by more than scores differ.
+    // Far from zero level log2 e is rounded by more than scores differ; scale log2 e is infinite
+    // where scale is near the largest number.
 #pragma unroll
     for (int m = 0; m < F::kFragments; m++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        if (fabsf(ahead[m][half]) < kNear) continue;
+        if (is_near(ahead[m][half])) continue;
         ahead[m][half] = 0;
         factor[m][half] = kLog2E;
 #pragma unroll
