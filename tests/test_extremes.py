@@ -153,6 +153,7 @@ def test_a_scale_near_the_largest_number(dtype: torch.dtype, scale: float) -> No
     near = {"rtol": 0, "atol": 4 * torch.finfo(dtype).eps}
     torch.testing.assert_close(out, value.mean(2, keepdim=True).expand_as(out), **near)
     grad_key, grad_value = torch.autograd.grad(out.sum(), (key, value))
+    near["atol"] += 70 * torch.finfo(torch.float32).eps  # so many terms
     torch.testing.assert_close(grad_value, torch.ones_like(value), **near)
     assert not grad_key.any()
 

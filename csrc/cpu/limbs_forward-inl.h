@@ -164,6 +164,7 @@ template <class K>
 void finish_limbs(const Attention& a, int64_t i, ForwardScratch<K>& w) {
   using X = typename K::X;
   ForwardLimbs<K>& t = w.limbs;
+  t.asked = {};
   finish_half<K>(a, [](auto&) {}, w);
   t.pending.finish();
   if (!t.query_packed[i]) return;
@@ -241,12 +242,8 @@ Visibility limbs_visibility(const Attention& a, int64_t b, int64_t h, int64_t q0
     const uint64_t row = mask_row<Bytes>(mask, a.mask.key, size, keys);
     for (int64_t r = 0; r < rows; r++) seen[r] = row;
   } else if (takes_bytes<Bytes>(a.mask.key, size, keys)) {  // in a loop that asks nothing else
-    const int64_t ahead = numbers_ahead(a.mask, {q0, k0}, next);
-    for (int64_t r = 0; r < rows; r++) {
-      const char* const row = mask + r * a.mask.query;
-      __builtin_prefetch(row + ahead, 0, 2);
-      seen[r] = Bytes::nonzero(row);
-    }
+    t.next_mask = {mask + numbers_ahead(a.mask, {q0, k0}, next), a.mask.query};
+    for (int64_t r = 0; r < rows; r++) seen[r] = Bytes::nonzero(mask + r * a.mask.query);
   } else {
     for (int64_t r = 0; r < rows; r++)
       seen[r] = mask_row<Bytes>(mask + r * a.mask.query * size, a.mask.key, size, keys);
@@ -270,6 +267,7 @@ Visibility limbs_visibility(const Attention& a, int64_t b, int64_t h, int64_t q0
     any |= seen[r];
     every &= seen[r];
   }
+  if (!any) t.next_mask.ask_all(0, rows);
   return !any ? Visibility::kEmpty : ~every ? Visibility::kPartial : Visibility::kFull;
 }
 
@@ -299,7 +297,10 @@ void limbs_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t ke
     if (K::kOneLimb && visible == Visibility::kPartial) {
       uint64_t any = 0;
       for (int64_t r = lane; r < lane + queries; r++) any |= seen[r];
-      if (!any && q.started) continue;
+      if (!any && q.started) {
+        t.next_mask.ask_all(lane, lane + queries);
+        continue;
+      }
       if (!(any >> kTile / 2)) reach = min_of(keys, kTile / 2);
     }
     if (t.half.s) t.turn = 1 - t.turn;
@@ -308,6 +309,8 @@ void limbs_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t ke
       K::Dot::InLimbs::template product_beside<true>(query.from(lane / K::kLanes), queries, t.key,
                                                      0, vectors_of<K>(reach), s, kTile, beside);
     };
+    t.asked = t.next_mask;
+    if (t.asked.first) t.asked.first += lane * t.asked.stride;
     finish_half<K>(a, product, w);
     if constexpr (K::kCut)
       if (t.key.unusual || query.unusual) {
