@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 from cases import DTYPES
+from torch import Tensor
 
 import mha_ext
 from mha_ext import reference
@@ -340,6 +341,60 @@ def test_a_bias_of_any_layout(layout: str, dtype: torch.dtype) -> None:
         wanted = reference.attention(*(x.double() for x in (query, key, value)), bias=same.double())
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(found.double(), wanted, rtol=32 * eps, atol=32 * eps)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("unusual", [False, True], ids=["", "unusual"])
+@pytest.mark.parametrize("layout", ["own", "turned", "apart", "of keys", "of queries"])
+def test_gradients_with_a_bias_of_any_layout(
+    layout: str, unusual: bool, dtype: torch.dtype
+) -> None:
+    """The same bits as with one whose keys are neighbours, and as with a mask of what it hides."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(1, 2, n, 40, generator=generator).to(dtype) for n in (100, 200, 200, 100)
+    )
+    if unusual:  # more than half a float16 holds, and what AMX has in limbs
+        value[:, :, 7] = 60000 if dtype == torch.float16 else 100000
+    shape = {"of keys": (1, 2, 1, 200), "of queries": (1, 2, 100, 1)}
+    bias = torch.randn(shape.get(layout, (1, 2, 100, 200)), generator=generator)
+    hidden = torch.zeros(bias.shape, dtype=torch.bool)  # late in a tile, not in every one
+    hidden[:, :1, -1:, 100:110] = hidden[:, 1, 50:, 150::7] = True
+    if layout == "of queries":
+        hidden[:, 1, 40:50] = True
+    mask = torch.rand(100, 200, generator=generator) > 0.2
+    types = [dtype] if dtype == torch.float64 else [dtype, torch.float32]
+
+    def gradients(mask: Tensor | None, bias: Tensor, dropout_p: float) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        seed = torch.tensor([1, 2]) if dropout_p else None
+        out = mha_ext.attention(*leaves, mask, bias=bias, dropout_p=dropout_p, seed=seed)
+        return torch.autograd.grad(out, leaves, grad)
+
+    for given, dropout_p in ((None, 0.0), (mask, 0.0), (None, 0.3)):
+        for finite in (bias.to(wanted) for wanted in types):
+            own = finite.masked_fill(hidden, -torch.inf)
+            same = own.expand(1, 2, 100, 200).contiguous()
+            if layout == "turned":
+                own = own.mT.contiguous().mT
+            if layout == "apart":
+                own = torch.stack([own, own], -1)[..., 0]
+            found = gradients(given, own, dropout_p)
+            torch.testing.assert_close(found, gradients(given, same, dropout_p), rtol=0, atol=0)
+            seen = ~hidden if given is None else given & ~hidden
+            finite = finite.expand(1, 2, 100, 200).contiguous()
+            masked = gradients(seen.expand(1, 2, 100, 200), finite, dropout_p)
+            torch.testing.assert_close(found, masked, rtol=0, atol=0)
+            leaves = [x.double().requires_grad_() for x in (query, key, value)]
+            seed = torch.tensor([1, 2]) if dropout_p else None
+            options = {"bias": same.double(), "dropout_p": dropout_p, "seed": seed}
+            exact = torch.autograd.grad(
+                reference.attention(*leaves, given, **options), leaves, grad.double()
+            )
+            for mine, wanted in zip(found, exact, strict=True):
+                error = (mine.double() - wanted).abs().max() / wanted.abs().max()
+                assert error <= 32 * torch.finfo(dtype).eps
 
 
 @pytest.mark.isa

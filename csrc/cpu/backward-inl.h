@@ -181,10 +181,12 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
         ask_rows<K>(a.value, next.batch, next.kv_head, then, a.keys, a.value_dim, ahead);
       }
     }
-    if (k0 + kTile < end)
-      ask_pairs<K>(a, b, h, q.q0, k0 + kTile, ahead);
-    else if (!last_block)
-      ask_pairs<K>(a, b, h, q.q0 + kTile, begin, ahead);
+    const bool more = k0 + kTile < end;
+    const int64_t then = more ? q.q0 : q.q0 + most * kTile, from = more ? k0 + kTile : begin;
+    if constexpr (Dot::kRowBlock > 1 || K::kCut)
+      q.w->next = pairs_ahead<K>(a, b, h, then, from, q.w->p);
+    else if (more || !last_block)
+      ask_pairs<K>(a, b, h, then, from, ahead);
   };
   // Whether the keys of a tile hold what is not finite, or its queries.
   const auto is_dirty = [&](GradBlock<K>& q, int64_t at, int64_t keys) {

@@ -31,6 +31,10 @@ struct GradScratch {
   Unit *p_queries = nullptr, *ds_queries = nullptr, *ds_keys = nullptr;
   bool paired = false;
   const T* sums = nullptr;  // [head_dim][64 queries] that dS of the tile will be multiplied into
+  // What a matrix unit's tiles add while they read S, and the mask and bias that they ask for.
+  BiasStrips<K> bias;
+  bool bias_hides = false;  // whether it did
+  PairsAhead next;
 
   GradScratch() = default;
   GradScratch(const Attention& a, Arena& arena) {
@@ -41,6 +45,7 @@ struct GradScratch {
     p = arena.take<T>(kTile * kRow);
     ds = arena.take<T>(kTile * kRow);
     extra = arena.take<T>(kTile * kRow);
+    next = PairsAhead(p);
     high = arena.take<T>(kRow);
     low = arena.take<T>(kRow);
     shift = arena.take<T>(kRow);
@@ -135,8 +140,10 @@ template <class X, bool kDropout, int N>
 // From S and dP of the keys of `seen`: w.p = P, or Z without the factor of dropout, w.ds = dS.
 // `kVectors` of them are the lanes of one pass, so that what belongs to a query stays in registers.
 // kPaired: all 64 keys, in pairs. kLd: the queries of which p and ds hold rows; where these are not
-// all, S is multiplied by `factor`, and the first rows of w.sums are asked for.
-template <class K, bool kDropout, bool kPartial, bool kPaired, int kVectors, int64_t kLd = kRow>
+// all, S is multiplied by `factor`, and the first rows of w.sums and those of w.next are asked for.
+// kBias: what w.bias has of them is added.
+template <class K, bool kDropout, bool kPartial, bool kPaired, int kVectors, int64_t kLd = kRow,
+          bool kBias = false>
 void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScratch<K>& w,
                     typename K::T factor = 1) {
   using X = typename K::X;
@@ -149,6 +156,8 @@ void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScra
   }
   constexpr bool kPart = kLd < kRow;
   const V f = X::set(factor);
+  const PairsAhead next = w.next;
+  const auto bias = w.bias.view();
   const int64_t first = seen.begin * kLd + lane % kLd;
   typename K::T *p = w.p + first, *ds = w.ds + first;
   const auto keys = [&]<int kKeys>(int64_t n) __attribute__((always_inline)) {
@@ -156,12 +165,17 @@ void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScra
     for (int i = 0; i < kVectors; i++) {
       const int at = i * K::kLanes;
       if constexpr (kPart) ask_sums<K, kVectors>(w.sums + lane, n / 2 * kVectors + i);
+      if constexpr (kPart && kKeys == 2) {
+        if (i == 0) next.mask.ask(lane + n / 2);
+        if constexpr (kBias) next.bias.ask(lane + n / 2, i * next.apart);
+      }
       V kept[kKeys], grad[kKeys];
       uint64_t keep[kKeys];
 #pragma GCC unroll 2
       for (int k = 0; k < kKeys; k++) {
         kept[k] = X::load(p + k * kLd + at);
         if constexpr (kPart) kept[k] = X::mul(f, kept[k]);
+        if constexpr (kBias) kept[k] = add_to_score<X>(kept[k], bias.load(n + k, at));
         grad[k] = X::load(ds + k * kLd + at);
         keep[k] = kDropout ? w.keep[n + k] >> (lane + at) : 0;
       }
@@ -328,30 +342,38 @@ Visibility matrix_gradient(const Attention& a, int64_t b, int64_t h, int64_t q0,
                            const Operand& key_rows, const Operand& value_rows, Visibility visible,
                            GradScratch<K>& w) {
   constexpr int kVectors = kHalfRow / K::kLanes;
-  const auto pairs = [&]<bool kDropout, bool kPartial>(int64_t lane, typename K::T factor) {
-    gradient_lanes<K, kDropout, kPartial, true, kVectors, kHalfRow>(
-        lane, {0, kTile}, (typename K::T)a.dropout.keep_scale, w, factor);
+  const auto pairs = [&]<bool kDropout, bool kPartial>(int64_t lane, Range keys) {
+    const auto run = w.bias
+                         ? gradient_lanes<K, kDropout, kPartial, true, kVectors, kHalfRow, true>
+                         : gradient_lanes<K, kDropout, kPartial, true, kVectors, kHalfRow, false>;
+    run(lane, keys, (typename K::T)a.dropout.keep_scale, w, (typename K::T)a.scale);
   };
   const auto product = [&](const Operand& rows, int64_t width, const typename K::Unit* x,
                            typename K::T* c) {
     K::Dot::template product<Update::kStore>(rows, kTile, units_of<K>(width), x, kRow, kVectors, c,
                                              kHalfRow);
   };
+  if (a.bias.data) w.bias = BiasStrips<K>(a, b, h, q0, kTile, k0, w.extra);
+  if (w.bias_hides) visible = w.bias.hide(visible, w.bits);
+  const int64_t step = w.bias ? BiasStrips<K>::kStrip : kTile;
   for (int64_t lane = 0; lane < kRow; lane += kHalfRow) {
-    typename K::T factor = (typename K::T)a.scale;
     product(key_rows, a.head_dim, w.query + lane, w.p);
-    if (a.bias.data) {
-      visible = add_biases<K, kHalfRow, false>(a, b, h, q0, kTile, lane, kHalfRow, k0, kTile,
-                                               visible, w.bits, w.p, w.extra, factor);
-      factor = 1;
-    }
     product(value_rows, a.value_dim, w.grad_out + lane, w.ds);
-    if (visible == Visibility::kPartial)
-      a.dropout.seed ? pairs.template operator()<true, true>(lane, factor)
-                     : pairs.template operator()<false, true>(lane, factor);
-    else
-      a.dropout.seed ? pairs.template operator()<true, false>(lane, factor)
-                     : pairs.template operator()<false, false>(lane, factor);
+    for (int64_t n = 0; n < kTile; n += step) {
+      if (w.bias) w.bias.turn(lane, n);
+      if (w.bias && w.bias.hides()) {
+        w.bias_hides = true;
+        visible = w.bias.hide(visible, w.bits);
+        w.bias.turn(lane, n);
+      }
+      const Range keys{n, n + step};
+      if (visible == Visibility::kPartial)
+        a.dropout.seed ? pairs.template operator()<true, true>(lane, keys)
+                       : pairs.template operator()<false, true>(lane, keys);
+      else
+        a.dropout.seed ? pairs.template operator()<true, false>(lane, keys)
+                       : pairs.template operator()<false, false>(lane, keys);
+    }
   }
   return visible;
 }

@@ -190,6 +190,8 @@ struct MultiplyTiles : PairUnits<16> {
 //
 #include "lane_rows-inl.h"
 //
+#include "bias_lanes-inl.h"
+//
 #include "scores-inl.h"
 //
 #include "softmax-inl.h"

@@ -31,6 +31,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 //
 #include "lane_rows-inl.h"
 //
+#include "bias_lanes-inl.h"
+//
 #include "scores-inl.h"
 //
 #include "softmax-inl.h"

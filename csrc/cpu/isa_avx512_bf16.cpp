@@ -67,6 +67,8 @@ struct MultiplyPairs : PairUnits<1> {
 
 #include "lane_rows-inl.h"
 //
+#include "bias_lanes-inl.h"
+//
 #include "scores-inl.h"
 //
 #include "softmax-inl.h"

@@ -18,6 +18,8 @@
 //
 #include "lane_rows-inl.h"
 //
+#include "bias_lanes-inl.h"
+//
 #include "scores-inl.h"
 //
 #include "softmax-inl.h"

@@ -94,12 +94,16 @@ struct HalfGradients {
 };
 
 // kAny: ds_tile has the terms of dP that dP lacks, and gets dS.
-template <class K, bool kDropout, bool kPartial, Kept kKept>
+template <class K, bool kDropout, bool kPartial, Kept kKept, bool kBias>
 void two_gradients(const HalfGradients<K>& half, int64_t n) {
   using X = typename K::X;
   using V = typename X::V;
   constexpr int kVectors = kHalfRow / X::kLanes;
-  const GradScratch<K>& w = *half.w;
+  GradScratch<K>& w = *half.w;
+  if (kBias && n % BiasStrips<K>::kStrip == 0) w.bias.turn(half.lane, n);
+  const auto bias = w.bias.view();
+  const PairsAhead next = w.next;
+  next.mask.ask(half.lane + n / 2);
   const BackwardLimbs<K>& t = *half.t;
   const V scale = X::set(kLimbsScale), back = X::set(1 / kLimbsScale);
   V all_kept[kVectors][2], all_grad[kVectors][2];
@@ -109,9 +113,14 @@ void two_gradients(const HalfGradients<K>& half, int64_t n) {
     V(&kept)[2] = all_kept[i];
     V(&grad)[2] = all_grad[i];
     uint64_t keep[2];
+    const auto score = [&](int k) __attribute__((always_inline)) {
+      const V product = X::load(half.s + (n + k) * kHalfRow + i * X::kLanes);
+      return kBias ? add_to_score<X>(product, bias.load(n + k, i * X::kLanes)) : product;
+    };
+    if (kBias) next.bias.ask(half.lane + n / 2, i * next.apart);
 #pragma GCC unroll 2
     for (int k = 0; k < 2; k++) {
-      kept[k] = X::load(half.s + (n + k) * kHalfRow + i * X::kLanes);
+      kept[k] = score(k);
       grad[k] = X::mul(back, X::load(half.dp + (n + k) * kHalfRow + i * X::kLanes));
       if constexpr (kKept == Kept::kAny)
         grad[k] = X::fma(scale, X::load(t.ds_tile + (n + k) * kRow + at), grad[k]);
@@ -131,7 +140,7 @@ void two_gradients(const HalfGradients<K>& half, int64_t n) {
     if constexpr (kKept == Kept::kAny) {
       // Without the scale, which may have made it infinite.
       for (int k = 0; k < 2; k++) {
-        V whole[1] = {X::load(half.s + (n + k) * kHalfRow + i * X::kLanes)};
+        V whole[1] = {score(k)};
         V exact[1] = {X::fma(X::mul(back, back),
                              X::load(half.dp + (n + k) * kHalfRow + i * X::kLanes),
                              X::load(t.ds_tile + (n + k) * kRow + at))};
@@ -164,16 +173,21 @@ HalfGradients<K> half_gradients(const Attention& a, int64_t lane, bool partial, 
                   X::mul(X::set(kLimbsScale), X::load(w.shift + at)),
                   X::set((float)a.dropout.keep_scale)};
   }
-  const auto choose = [&]<bool kDropout, bool kPartial>() {
-    half.run = kept == Kept::kAny     ? two_gradients<K, kDropout, kPartial, Kept::kAny>
-               : kept == Kept::kUsual ? two_gradients<K, kDropout, kPartial, Kept::kUsual>
-                                      : two_gradients<K, kDropout, kPartial, Kept::kNo>;
+  const auto choose = [&]<bool kDropout, bool kPartial, bool kBias>() {
+    half.run = kept == Kept::kAny     ? two_gradients<K, kDropout, kPartial, Kept::kAny, kBias>
+               : kept == Kept::kUsual ? two_gradients<K, kDropout, kPartial, Kept::kUsual, kBias>
+                                      : two_gradients<K, kDropout, kPartial, Kept::kNo, kBias>;
+  };
+  const auto choose_bias = [&]<bool kDropout, bool kPartial>() {
+    w.bias ? choose.template operator()<kDropout, kPartial, true>()
+           : choose.template operator()<kDropout, kPartial, false>();
   };
   if (a.dropout.seed)
-    partial ? choose.template operator()<true, true>() : choose.template operator()<true, false>();
+    partial ? choose_bias.template operator()<true, true>()
+            : choose_bias.template operator()<true, false>();
   else
-    partial ? choose.template operator()<false, true>()
-            : choose.template operator()<false, false>();
+    partial ? choose_bias.template operator()<false, true>()
+            : choose_bias.template operator()<false, false>();
   return half;
 }
 
@@ -243,6 +257,10 @@ void limbs_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int64
   const Kept kept = unusual ? Kept::kAny : wanted ? Kept::kUsual : Kept::kNo;
   const int64_t d = a.head_dim, dv = a.value_dim, ld = padded<K>(d), ldv = padded<K>(dv);
   if (a.dropout.seed) dropout_tile<K>(a, b, h, q0, tile.rows, k0, kTile, w.keep);
+  if (a.bias.data) {
+    w.bias = BiasStrips<K>(a, b, h, q0, tile.rows, k0, w.extra);
+    if (w.bias_hides || unusual) visible = w.bias.hide(visible, w.bits);
+  }
   const auto products = [&](int64_t lane, auto& beside) __attribute__((always_inline)) {
     K::Dot::product_beside(keys.key, kTile, t.query, lane, 2, w.p + lane * kTile, kHalfRow, beside);
     K::Dot::product_beside(keys.value, kTile, t.grad_out, lane, 2, w.ds + lane * kTile, kHalfRow,
@@ -253,9 +271,6 @@ void limbs_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int64
     float* const s = w.p + lane * kTile;
     if (keys.key.unusual || t.query.unusual)
       add_unusual_scores<K, kHalfRow>(tile.key, a.key.row, d, w.query + lane, queries, s);
-    if (a.bias.data)
-      visible = add_biases<K, kHalfRow>(a, b, h, q0, tile.rows, lane, queries, k0, kTile, visible,
-                                        w.bits, s, w.extra);
     if (unusual) {
       for (int64_t n = 0; n < kTile; n++)
         for (int64_t r = lane; r < lane + kHalfRow; r++) t.ds_tile[n * kRow + r] = 0;
@@ -263,6 +278,15 @@ void limbs_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int64
                                   t.ds_tile + lane);
     }
     return Half(half_gradients<K>(a, lane, visible == Visibility::kPartial, kept, w, t), steps);
+  };
+  // Once more, where its bias has hidden what nobody knew of.
+  const auto finish = [&](Half& half) {
+    half.finish();
+    if (!w.bias || !w.bias.hides()) return;
+    w.bias_hides = true;
+    visible = w.bias.hide(visible, w.bits);
+    half = gradients(half.of.lane, 1);
+    half.finish();
   };
   NothingBeside nothing;
   products(0, nothing);
@@ -273,7 +297,7 @@ void limbs_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int64
       products(kHalfRow, half);
     else  // for P and dS beside the unit it takes too little time
       products(kHalfRow, nothing);
-    half.finish();
+    finish(half);
     half = gradients(kHalfRow, K::Dot::steps(keys.across, d, 2));
   }
   constexpr float kTwice = 1 / kLimbsScale / kLimbsScale;
@@ -284,7 +308,7 @@ void limbs_gradient(const Attention& a, const AttentionGrad& g, int64_t b, int64
     K::Dot::product_beside(keys.across, d, t.ds_lanes, 0, 2, t.query_sum, kRow, half);
     pending = {t.query_sum, tile.grad_query, d, 2, kRow, kRow, kTwice, fresh};
   }
-  half.finish();
+  finish(half);
   const auto multiply = [&](const Limbs& x, int64_t rows, const Limbs& y, int64_t lane,
                             int64_t count, const PendingSum<K>& next) {
     product_beside_sum<K>(x, rows, y, lane, count, (float*)next.sum, next.sum_row, pending);

@@ -24,18 +24,6 @@ constexpr bool kIsUnscaled = false;
 template <>
 constexpr bool kIsUnscaled<Unscaled> = true;
 
-// Rows of a mask of bytes that the next tile will read. They are asked for one by one beside the
-// exponentials: all at once, they would hold up everything else that waits for a line.
-struct MaskRows {
-  const char* first = nullptr;
-  int64_t stride = 0;
-  [[gnu::always_inline]] void ask(int64_t r) const { __builtin_prefetch(first + r * stride, 0, 2); }
-  // Where there are no exponentials.
-  void ask_all(int64_t r, int64_t end) const {
-    for (; first && r < end; r++) ask(r);
-  }
-};
-
 // Sums of P for each query of half a block, [query][kLanes], that l still lacks: what the next tile
 // adds up stands beside them until it is known that no level has to be raised.
 struct HalfSums {
@@ -66,7 +54,7 @@ struct ForwardLimbs<K, true> {
   float* sums[2];  // [kHalfRow][padded value_dim] of the last products, of which one is pending
   PendingSum<K> pending;
   ScoredHalf<K> half;
-  MaskRows next_mask, asked;                // of all queries, and of those asked for with a half
+  RowsAhead next_mask, asked;               // of all queries, and of those asked for with a half
   const typename K::S* value_of = nullptr;  // of which rows `value` is
   bool value_checked = false;               // whether these are known to be finite, or unusual
   uint64_t *seen[2], *keep[2];              // of this tile, and of the one before
@@ -141,7 +129,7 @@ class RowExponentials {
         out_(half.out),
         out_row_(t.out_row),
         weights_(t.weights.data),
-        mask_(t.asked.first ? t.asked : MaskRows{(const char*)half.s}),  // no row asks whether
+        mask_(t.asked.first ? t.asked : RowsAhead{(const char*)half.s}),  // no row asks whether
         ahead_(&ahead) {
     for (int i = 0; i < 2; i++) {
       top_[i] = X::set(-(float)INFINITY);
@@ -219,7 +207,7 @@ class RowExponentials {
   float *next_sums_, *out_;
   int64_t out_row_;
   uint32_t* weights_;
-  MaskRows mask_;
+  RowsAhead mask_;
   Ahead* ahead_;
   Ahead::Lines lines_{};
   V factor_, top_[2], finite_[2];

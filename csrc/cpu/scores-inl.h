@@ -70,18 +70,6 @@ void score_product(const Operand& rows, int64_t keys, int64_t columns, const Lan
   }
 }
 
-template <class X, class From>
-typename X::V load_up_to(const From* p, int64_t n) {
-  return n >= X::kLanes ? X::load(p) : X::load(p, n);
-}
-template <class X, class To>
-void store_up_to(To* p, typename X::V v, int64_t n) {
-  if (n >= X::kLanes)
-    X::store(p, v);
-  else
-    X::store(p, v, n);
-}
-
 // Rows that will be wanted next: asked for in their order, a share with each of `units` pieces of
 // work.
 class NextRows {
@@ -329,97 +317,6 @@ void score_product_bands(const Range* bands, const Operand& rows, int64_t keys, 
   });
 }
 
-// visit(key, r, bias) for each vector of a tile of the bias, of queries r and up.
-template <class K, class E, class Visit>
-void each_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
-               int64_t keys, typename K::T* scratch, const Visit& visit) {
-  using X = typename K::X;
-  const Pairs& bias = a.bias;
-  const E* const from =
-      (const E*)bias.data + b * bias.batch + h * bias.head + q0 * bias.query + k0 * bias.key;
-  if (bias.query == 0) {
-    for (int64_t n = 0; n < keys; n++) {
-      const typename X::V v = X::set(widen(from[n * bias.key]));
-      for (int64_t r = 0; r < rows; r += K::kLanes) visit(n, r, v);
-    }
-    return;
-  }
-  if (bias.key != 1 || keys % K::kLanes) {
-    load_pairs<K, E>(bias, b, h, q0, rows, k0, keys, scratch);
-    for (int64_t n = 0; n < keys; n++)
-      for (int64_t r = 0; r < rows; r += K::kLanes) visit(n, r, X::load(scratch + n * kRow + r));
-    return;
-  }
-  constexpr bool kInPairs = K::kPairs && sizeof(E) == 2;  // two keys at once: half as much to move
-  for (int64_t r = 0; r < rows; r += K::kLanes) {
-    const E* const row = from + r * bias.query;
-    int64_t c = 0;
-    typename X::V block[K::kLanes];  // visited as they are transposed
-    if constexpr (kInPairs)
-      for (; c + 2 * K::kLanes <= keys; c += 2 * K::kLanes) {
-#pragma GCC unroll 16
-        for (int i = 0; i < K::kLanes; i++)
-          block[i] =
-              r + i < rows ? K::Dot::load_row(row + i * bias.query + c, 2 * K::kLanes) : X::zero();
-        X::transpose(block);
-#pragma GCC unroll 16
-        for (int i = 0; i < K::kLanes; i++) {
-          visit(c + 2 * i, r, K::Dot::first(block[i]));
-          visit(c + 2 * i + 1, r, K::Dot::second(block[i]));
-        }
-      }
-    for (; c < keys; c += K::kLanes) {
-      load_block<X>(row + c, bias.query, rows - r, keys, block);
-#pragma GCC unroll 16
-      for (int i = 0; i < K::kLanes; i++) visit(c + i, r, block[i]);
-    }
-  }
-}
-// A finite bias stays finite when a score is added; NaN stays NaN.
-template <class X>
-[[gnu::always_inline]] inline typename X::V add_to_score(typename X::V score, typename X::V bias) {
-  return X::max(X::set(Exp<typename X::T>::lowest_finite), X::add(score, bias));
-}
-// s = factor s + bias, of rows of kLd queries, which are `rows` of a block from `first` on. A bias
-// of -inf hides the pair: `visible` and `bits`, which are of the block, of which so many queries
-// `exist`, say so.
-template <class K, class E, int64_t kLd, bool kScaled>
-Visibility add_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t exist,
-                    int64_t first, int64_t rows, int64_t k0, int64_t keys, Visibility visible,
-                    uint64_t* bits, typename K::T* s, typename K::T* scratch,
-                    typename K::T factor) {
-  using X = typename K::X;
-  using V = typename X::V;
-  const V f = X::set(factor);
-  const V hidden = X::set(-(typename K::T)INFINITY);
-  V lowest = X::zero();
-  const auto add = [&](int64_t key, int64_t r, V bias) __attribute__((always_inline)) {
-    lowest = X::min(bias, lowest);
-    typename K::T* const to = s + key * kLd + r;
-    V score = X::load(to);
-    if constexpr (!kScaled) score = X::mul(f, score);
-    X::store(to, add_to_score<X>(score, bias));
-  };
-  each_bias<K, E>(a, b, h, q0 + first, rows, k0, keys, scratch, add);
-  if (!X::bits(X::eq(lowest, hidden))) return visible;
-  if (visible == Visibility::kFull)
-    for (int64_t n = 0; n < keys; n++) bits[n] = first_bits(exist);
-  const auto hide = [&](int64_t key, int64_t r, V bias) __attribute__((always_inline)) {
-    bits[key] &= ~(X::bits(X::eq(bias, hidden)) << (first + r));
-  };
-  each_bias<K, E>(a, b, h, q0 + first, rows, k0, keys, scratch, hide);
-  return Visibility::kPartial;
-}
-template <class K, int64_t kLd = kRow, bool kScaled = true>
-Visibility add_biases(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t exist,
-                      int64_t first, int64_t rows, int64_t k0, int64_t keys, Visibility visible,
-                      uint64_t* bits, typename K::T* s, typename K::T* scratch,
-                      typename K::T factor = 1) {
-  const auto run = a.bias_is_float32 ? add_bias<K, float, kLd, kScaled>
-                                     : add_bias<K, typename K::S, kLd, kScaled>;
-  return run(a, b, h, q0, exist, first, rows, k0, keys, visible, bits, s, scratch, factor);
-}
-
 // Whether the product of Q and K is all that there is to the scores, in one piece: then it can say
 // how large they become.
 template <class K>
@@ -446,9 +343,8 @@ Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
     if constexpr (K::kCut)
       if (in_limbs<K>(a, b, q0, k0, keys)) {
         limbs_scores<K>(key_rows, a.head_dim, query_lanes.packed, rows, s);
-        return a.bias.data
-                   ? add_biases<K>(a, b, h, q0, rows, 0, rows, k0, keys, visible, bits, s, scratch)
-                   : visible;
+        return a.bias.data ? add_bias<K>(a, b, h, q0, rows, k0, keys, visible, bits, s, scratch)
+                           : visible;
       }
     constexpr bool kScaled = K::kPairs && K::Dot::kRowBlock == 1;
     const typename K::T scale = (typename K::T)a.scale;
@@ -457,7 +353,7 @@ Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
     if constexpr (K::kPairs && !kScaled) scale_tile<K>(scale, keys, vectors, s);
   }
   if (!a.bias.data) return visible;
-  return add_biases<K>(a, b, h, q0, rows, 0, rows, k0, keys, visible, bits, s, scratch);
+  return add_bias<K>(a, b, h, q0, rows, k0, keys, visible, bits, s, scratch);
 }
 
 }  // namespace

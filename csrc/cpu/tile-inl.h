@@ -427,18 +427,5 @@ Visibility visibility_of(const Attention& a, int64_t b, int64_t h, int64_t q0, i
   return tile_visibility<typename K::X::U::Bytes>(a, b, h, q0, rows, k0, keys, bits);
 }
 
-// Asks for a tile of mask and bias, where their keys are neighbours.
-template <class K>
-void ask_pairs(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t k0, Ahead& ahead) {
-  const int64_t rows = min_of(kTile, a.queries - q0), keys = min_of(kTile, a.keys - k0);
-  const auto ask = [&](const Pairs& pairs, int64_t size) {
-    if (!pairs.data || pairs.key != 1 || pairs.query == 0) return;
-    const int64_t first = b * pairs.batch + h * pairs.head + q0 * pairs.query + k0;
-    ahead.add((const char*)pairs.data + first * size, pairs.query * size, keys * size, rows);
-  };
-  ask(a.mask, a.mask.item_size);
-  ask(a.bias, a.bias_is_float32 ? 4 : (int64_t)sizeof(typename K::S));
-}
-
 }  // namespace
 }  // namespace mha_ext::cpu

@@ -5,6 +5,19 @@ namespace {
 
 constexpr int64_t kRow = kTile;  // lanes of a tile row
 
+// The first n numbers of a vector, or all.
+template <class X, class From>
+typename X::V load_up_to(const From* p, int64_t n) {
+  return n >= X::kLanes ? X::load(p) : X::load(p, n);
+}
+template <class X, class To>
+void store_up_to(To* p, typename X::V v, int64_t n) {
+  if (n >= X::kLanes)
+    X::store(p, v);
+  else
+    X::store(p, v, n);
+}
+
 // block[c] = column c of kLanes rows.
 template <class X, class From>
 [[gnu::always_inline]] inline void load_columns(const From* from, int64_t stride,

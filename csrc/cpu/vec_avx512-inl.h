@@ -146,6 +146,14 @@ struct F32x16 {
   // bits of each. They find their places while they are loaded, which leaves half of the shuffles
   // that a transpose of whole rows takes.
   static constexpr int kPiece = 4;
+  static __m128 load_piece(const float* p) { return _mm_loadu_ps(p); }
+  static __m128 load_piece(const BFloat16* p) {
+    return _mm_castsi128_ps(
+        _mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)p)), 16));
+  }
+  static __m128 load_piece(const Float16* p) {
+    return _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p));
+  }
   template <int kPieces, int kGroups, class Row>
   [[gnu::always_inline]] static void load_columns(const Row& row, V* r) {
     V t[kPieces][4];
@@ -153,13 +161,13 @@ struct F32x16 {
     for (int i = 0; i < 4; i++) {
 #pragma GCC unroll 4
       for (int c = 0; c < kPieces; c++)
-        t[c][i] = _mm512_zextps128_ps512(_mm_loadu_ps(row(i) + 4 * c));
+        t[c][i] = _mm512_zextps128_ps512(load_piece(row(i) + 4 * c));
 #pragma GCC unroll 4
       for (int g = 1; g < kGroups; g++)
 #pragma GCC unroll 4
         for (int c = 0; c < kPieces; c++)
           t[c][i] = _mm512_mask_broadcast_f32x4(t[c][i], (__mmask16)(0xf << 4 * g),
-                                                _mm_loadu_ps(row(i + 4 * g) + 4 * c));
+                                                load_piece(row(i + 4 * g) + 4 * c));
     }
 #pragma GCC unroll 4
     for (int c = 0; c < kPieces; c++) {
