@@ -343,6 +343,7 @@ def test_a_bias_of_any_layout(layout: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.double(), wanted, rtol=32 * eps, atol=32 * eps)
 
 
+@pytest.mark.cpu_alone("other kernels take other layouts on a GPU")
 @pytest.mark.isa
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("unusual", [False, True], ids=["", "unusual"])
@@ -373,7 +374,9 @@ def test_gradients_with_a_bias_of_any_layout(
         return torch.autograd.grad(out, leaves, grad)
 
     for given, dropout_p in ((None, 0.0), (mask, 0.0), (None, 0.3)):
-        for finite in (bias.to(wanted) for wanted in types):
+        for finite in (bias.to(wanted, copy=True) for wanted in types):
+            # Rows that only what is hidden keeps from having more than their lowest scores.
+            finite[:, :1, -1:] = finite[:, 1, 56:58] = torch.finfo(finite.dtype).min
             own = finite.masked_fill(hidden, -torch.inf)
             same = own.expand(1, 2, 100, 200).contiguous()
             if layout == "turned":
