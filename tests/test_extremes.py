@@ -354,17 +354,17 @@ def test_gradients_with_a_bias_of_any_layout(
     """The same bits as with one whose keys are neighbours, and as with a mask of what it hides."""
     generator = torch.Generator().manual_seed(0)
     query, key, value, grad = (
-        torch.randn(1, 2, n, 40, generator=generator).to(dtype) for n in (100, 200, 200, 100)
+        torch.randn(1, 2, n, 40, generator=generator).to(dtype) for n in (100, 264, 264, 100)
     )
     if unusual:  # more than half a float16 holds, and what AMX has in limbs
         value[:, :, 7] = 60000 if dtype == torch.float16 else 100000
-    shape = {"of keys": (1, 2, 1, 200), "of queries": (1, 2, 100, 1)}
-    bias = torch.randn(shape.get(layout, (1, 2, 100, 200)), generator=generator)
+    shape = {"of keys": (1, 2, 1, 264), "of queries": (1, 2, 100, 1)}
+    bias = torch.randn(shape.get(layout, (1, 2, 100, 264)), generator=generator)
     hidden = torch.zeros(bias.shape, dtype=torch.bool)  # late in a tile, not in every one
     hidden[:, :1, -1:, 100:110] = hidden[:, 1, 50:, 150::7] = True
     if layout == "of queries":
         hidden[:, 1, 40:50] = True
-    mask = torch.rand(100, 200, generator=generator) > 0.2
+    mask = torch.rand(100, 264, generator=generator) > 0.2
     types = [dtype] if dtype == torch.float64 else [dtype, torch.float32]
 
     def gradients(mask: Tensor | None, bias: Tensor, dropout_p: float) -> tuple[Tensor, ...]:
@@ -378,7 +378,7 @@ def test_gradients_with_a_bias_of_any_layout(
             # Rows that only what is hidden keeps from having more than their lowest scores.
             finite[:, :1, -1:] = finite[:, 1, 56:58] = torch.finfo(finite.dtype).min
             own = finite.masked_fill(hidden, -torch.inf)
-            same = own.expand(1, 2, 100, 200).contiguous()
+            same = own.expand(1, 2, 100, 264).contiguous()
             if layout == "turned":
                 own = own.mT.contiguous().mT
             if layout == "apart":
@@ -386,8 +386,8 @@ def test_gradients_with_a_bias_of_any_layout(
             found = gradients(given, own, dropout_p)
             torch.testing.assert_close(found, gradients(given, same, dropout_p), rtol=0, atol=0)
             seen = ~hidden if given is None else given & ~hidden
-            finite = finite.expand(1, 2, 100, 200).contiguous()
-            masked = gradients(seen.expand(1, 2, 100, 200), finite, dropout_p)
+            finite = finite.expand(1, 2, 100, 264).contiguous()
+            masked = gradients(seen.expand(1, 2, 100, 264), finite, dropout_p)
             torch.testing.assert_close(found, masked, rtol=0, atol=0)
             leaves = [x.double().requires_grad_() for x in (query, key, value)]
             seed = torch.tensor([1, 2]) if dropout_p else None
