@@ -139,9 +139,9 @@ template <class X, bool kDropout, int N>
 
 // From S and dP of the keys of `seen`: w.p = P, or Z without the factor of dropout, w.ds = dS.
 // `kVectors` of them are the lanes of one pass, so that what belongs to a query stays in registers.
-// kPaired: all 64 keys, in pairs. kLd: the queries of which p and ds hold rows; where these are not
-// all, S is multiplied by `factor`, and the first rows of w.sums and those of w.next are asked for.
-// kBias: what w.bias has of them is added.
+// kPaired: of whole pairs of keys, in pairs. kLd: the queries of which p and ds hold rows; where
+// these are not all, S is multiplied by `factor`, and the first rows of w.sums and those of w.next
+// are asked for. kBias: what w.bias has of them is added.
 template <class K, bool kDropout, bool kPartial, bool kPaired, int kVectors, int64_t kLd = kRow,
           bool kBias = false>
 void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScratch<K>& w,
