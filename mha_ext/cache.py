@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from mha_ext.arguments import Causal, check_dense, describe, is_integer, not_a_tensor
 from mha_ext.layer_arguments import check_device, check_parameter_dtype
@@ -116,10 +117,11 @@ class KVCache:
 
     def __repr__(self) -> str:
         batch, heads, length, width = self.key.shape
+        known = _has_numbers(self.lengths)
         return (
             f"KVCache(batch={batch}, kv_heads={heads}, max_length={length}, head_dim={width}, "
             f"value_head_dim={self.value.shape[3]}, device={str(self.key.device)!r}, dtype={self.key.dtype}, "
-            f"lengths={self.lengths.tolist()})"
+            + (f"lengths={self.lengths.tolist()})" if known else f"longest={self.longest})")
         )
 
     def append(
@@ -198,7 +200,7 @@ class KVCache:
 
     def _longest_of(self, lengths: Tensor, bound: int) -> int:
         """The largest of the lengths, or, rather than wait for a device, a bound that the buffers hold."""
-        needed = bound > self.max_length and len(lengths) and not lengths.is_meta
+        needed = bound > self.max_length and len(lengths) and _has_numbers(lengths)
         if needed or _can_be_read(lengths):
             return int(lengths.max())
         return bound
@@ -246,9 +248,15 @@ class KVCache:
         self.longest = self._longest_of(self.lengths, self.longest)
 
 
+def _has_numbers(tensor: Tensor) -> bool:
+    """Whether there is more than a shape; a fake tensor lies on the CPU, but has none."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 def _can_be_read(tensor: Tensor) -> bool:
     """Whether it has numbers that can be looked at without waiting for a device, or leaving a graph."""
-    return tensor.is_cpu and len(tensor) > 0 and not torch.compiler.is_compiling()
+    there = tensor.is_cpu and len(tensor) > 0 and not torch.compiler.is_compiling()
+    return there and _has_numbers(tensor)
 
 
 def _holds_integers(tensor: Tensor) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
 
 import mha_ext
@@ -148,16 +150,24 @@ def test_a_call_that_raises_leaves_no_tokens() -> None:
     assert_close(attention(x, cache=cache), attention(torch.cat([x, x], 1))[:, 3:])
 
 
+@pytest.mark.parametrize("fake", [False, True], ids=["meta", "fake"])
 @torch.no_grad()
-def test_no_shape_depends_on_what_a_device_holds() -> None:
-    """`longest` is a bound there, and what is refused by it says so."""
-    attention = layer().to("meta")
-    x = torch.randn(2, 6, 24, device="meta", dtype=DOUBLE)
-    cache = KVCache.of(attention, batch=2, max_length=9)
-    found = attention(x, cache=cache, new_lengths=torch.tensor([3, 0], device="meta"))
-    assert found.shape == (2, 6, 24) and cache.longest == 6
-    with pytest.raises(ValueError, match="max_length must be at least 12 for these tokens, but is"):
-        attention(x, cache=cache)
+def test_no_shape_depends_on_what_a_device_holds(fake: bool) -> None:
+    """`longest` is a bound there, and what is refused by it says so. Nor is there anything to read in a fake tensor."""
+    device = "cpu" if fake else "meta"
+    with FakeTensorMode() if fake else contextlib.nullcontext():
+        attention = layer(device=device)
+        x = torch.randn(2, 6, 24, device=device, dtype=DOUBLE)
+        cache = KVCache.of(attention, batch=2, max_length=9)
+        found = attention(x, cache=cache, new_lengths=torch.tensor([3, 0], device=device))
+        assert found.shape == (2, 6, 24) and cache.longest == 6
+        with pytest.raises(
+            ValueError, match="max_length must be at least 12 for these tokens, but is"
+        ):
+            attention(x, cache=cache)
+        cache.reorder(torch.tensor([1, 0], device=device))
+        cache.truncate(torch.tensor([2, 2], device=device))
+        assert repr(cache).endswith("longest=6)")
 
 
 @torch.no_grad()
