@@ -152,10 +152,13 @@ class Bench:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            work = [w for case in group.cases for w in self._prepare(group, case, threads)]
-            return self._time(group, work, threads)
+            return self._time(group, self.prepare(group, threads), threads)
         finally:
             torch.set_num_threads(before)
+
+    def prepare(self, group: Group, threads: int) -> list[Work]:
+        """Every implementation on every case of a group, compared with float64."""
+        return [w for case in group.cases for w in self._prepare(group, case, threads)]
 
     # -------------------------------------------------------------- what runs
 
@@ -258,7 +261,7 @@ class Bench:
             if not passes:
                 continue
             try:
-                visits[index] = _visit(w, passes)
+                visits[index] = visit(w, passes)
             except Exception as error:
                 self.failures.add(f"{w.name}, {group.title}", error)
         isas = {w.isa or _C.active_isa() for w in work}
@@ -348,7 +351,7 @@ class Bench:
         return records
 
 
-def _visit(w: Work, passes: Sequence[Pass]) -> Callable[[], dict[str, float]]:
+def visit(w: Work, passes: Sequence[Pass]) -> Callable[[], dict[str, float]]:
     """Times all passes of one implementation, one after the other."""
     calls = {what: _call(w, what) for what in passes if what == "forward" or _trains(w)}
 

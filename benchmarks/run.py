@@ -51,8 +51,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="run.py", description=(__doc__ or "").split("\n")[0])
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """The options that say which groups: what `plan` reads."""
     parser.add_argument(
         "--cases",
         nargs="+",
@@ -66,6 +66,11 @@ def _parser() -> Parser:
     parser.add_argument(
         "--threads", nargs="+", metavar="N", help="numbers, or all; default: 1 and all"
     )
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="run.py", description=(__doc__ or "").split("\n")[0])
+    add_selection(parser)
     parser.add_argument(
         "--peers",
         nargs="*",

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ try:
     import run
     import suite
     import sweep
+    import turns
 finally:
     sys.path.remove(str(FOLDER))
 
@@ -493,6 +495,57 @@ def test_compare_refuses_what_is_no_result(
     moved["machine"]["processor"] = "Another"
     assert compare.main([good, written(tmp_path / "moved.json", moved)]) == 0
     assert "warning: the results are of different machines" in capsys.readouterr().err
+
+
+def build_times(folder: Path, factor: float) -> str:
+    """This build, whose attention is so many times what it should be."""
+    package = Path(mha_ext.__file__).parent
+    shutil.copytree(package, folder / "mha_ext", copy_function=lambda a, b: Path(b).symlink_to(a))
+    functional = folder / "mha_ext/functional.py"
+    text = functional.read_text()
+    functional.unlink()
+    text += f"\n_right = attention\ndef attention(*a, **k): return _right(*a, **k) * {factor}\n"
+    functional.write_text(text)
+    return str(folder)
+
+
+def test_builds_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = str(Path(mha_ext.__file__).parents[1])
+    options = ["--filter", "tiny.*float32", "--threads", "1", "--seconds", "0.01", "--starts", "2"]
+    near = build_times(tmp_path / "near", 1 + 2**-22)
+    for build, bits in ((here, "same"), (near, "other")):
+        assert turns.main([here, build, *options]) in (0, 1)  # what it took is not looked at
+        shown = capsys.readouterr().out
+        lines = [line for line in shown.splitlines() if "tiny: 64 x 6 x (12, 10) x 50" in line]
+        for line, what in zip(lines, ("forward", "training", "backward"), strict=True):
+            assert f", 1 thr., {what} " in line and f" {bits}" in line
+        assert re.search(r"^\d slower, \d faster, \d neither$", shown, re.M)
+    far = build_times(tmp_path / "far", 1.5)
+    for arguments, words in (
+        ([here, far, *options], f"{far} (after) is wrong in out"),
+        ([here, str(tmp_path), *options], "AFTER must be a folder that holds a built package"),
+        ([here, here, *options[:-1], "0"], "--starts must be at least 1, got 0"),
+    ):
+        assert turns.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.splitlines()[-1].startswith("turns.py: error: ")
+
+
+def test_builds_differ_beyond_noise_alone() -> None:
+    def compared(after: float, noise: float) -> turns.Comparison:
+        """Five starts in which the builds take 1 and `after`, and BEFORE differs from itself by up to `noise`."""
+        starts = []
+        for k in range(5):
+            again = 1 + noise * (k - 2) / 2
+            starts.append(turns.Start.of([1.0] * 9, [after] * 9, [again] * 9, True))
+        return turns.Comparison.of("", starts)
+
+    assert compared(1.1, 0.02).is_slower and not compared(1.1, 0.02).is_faster
+    assert compared(0.9, 0.02).is_faster and not compared(0.9, 0.02).is_slower
+    for unclear in (compared(1.0, 0.0), compared(1.01, 0.02), compared(0.99, 0.02)):
+        assert not unclear.is_slower and not unclear.is_faster
+    one_slow_round = turns.Start.of([1.0] * 9, [1.0] * 8 + [9.0], [1.0] * 9, True)
+    assert one_slow_round.ratio == 1.0 and one_slow_round.noise == 1.0
 
 
 def test_the_quieter_run_of_each_group_counts(
