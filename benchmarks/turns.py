@@ -113,7 +113,8 @@ class Build:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            # Threads that wait for more work would take the cores of whoever is next.
+            env={"GOMP_SPINCOUNT": "10000", **os.environ, "PYTHONPATH": path},
         )
 
     def ask(self, **question: object) -> Any:

@@ -255,14 +255,14 @@ def test_a_failing_peer_is_left_out(
 def test_a_peer_that_fails_once_it_is_timed_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    visit = measure._visit
+    visit = measure.visit
 
     def fail(work: measure.Work, passes: Any) -> Any:
         if work.name == "SDPA":
             raise RuntimeError("out of memory")
         return visit(work, passes)
 
-    monkeypatch.setattr(measure, "_visit", fail)
+    monkeypatch.setattr(measure, "visit", fail)
     out = tmp_path / "out.json"
     options = [*TINY, "--peers", "eager", "SDPA", "--no-charts", "--output", str(out)]
     assert run.main(options) == 0

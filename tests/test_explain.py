@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import mha_ext
-from mha_ext import explain
+from mha_ext import _C, explain
 from mha_ext.explanation import Explanation, Pass, Tiles
 
 
@@ -148,7 +148,8 @@ def test_short_heads_side_by_side_leave_every_thread_two_tasks() -> None:
 
 def test_the_blocks_of_a_head_are_cut_into_equal_parts() -> None:
     torch.set_num_threads(2)  # 96 blocks, six of them for each of 16 tasks; a head has eight
-    found = explain(*tensors(512, 512, batch=1, heads=12, kv_heads=12)).forward
+    long = tensors(512, 512, batch=1, heads=12, kv_heads=12, dtype=torch.float64)
+    found = explain(*long).forward
     assert found.tasks == 24 and any("takes 4 blocks" in reason for reason in found.why)
 
 
@@ -183,8 +184,28 @@ def test_tasks_follow_the_threads() -> None:
 def test_forward_leaves_every_thread_eight_tasks(threads: int, tasks: int) -> None:
     """Blocks of 64 queries, of which there are 64 here, go together as far as that allows."""
     torch.set_num_threads(threads)
-    found = explain(*tensors(512, 512, batch=1, heads=8, kv_heads=8)).forward
+    long = tensors(512, 512, batch=1, heads=8, kv_heads=8, dtype=torch.float64)
+    found = explain(*long).forward
     assert (found.tasks, found.threads) == (tasks, threads)
+
+
+@pytest.mark.skipif(_C.active_isa() != "amx", reason="operands are packed for AMX alone")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("threads", "tasks"), [(1, 8), (2, 8), (4, 16), (16, 64)])
+def test_what_is_packed_for_amx_is_shared(dtype: torch.dtype, threads: int, tasks: int) -> None:
+    """By all blocks where a thread is alone, else by as many as leave each thread four tasks; up to 16 of a head."""
+    torch.set_num_threads(threads)
+    found = explain(*tensors(512, 512, batch=1, heads=8, kv_heads=8, dtype=dtype)).forward
+    assert (found.tasks, found.threads) == (tasks, threads)
+    if threads > 1:
+        return
+    for width, blocks in ((64, 16), (256, 8)):
+        shape = (1, 2, 4096, width)  # 64 blocks of a head
+        long = [torch.empty(shape, dtype=dtype, device="meta") for _ in range(3)]
+        assert explain(*long).forward.tasks == 2 * 64 // blocks
+    torch.set_num_threads(2)  # of so few keys bfloat16 alone goes to the unit
+    few_keys = tensors(512, 100, batch=1, heads=8, kv_heads=8, dtype=dtype)
+    assert explain(*few_keys).forward.tasks == (8 if dtype == torch.bfloat16 else 16)
 
 
 @pytest.mark.parametrize(

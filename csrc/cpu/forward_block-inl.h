@@ -43,8 +43,25 @@ bool sums_by_rows(const Attention& a, int64_t rows) {
   return takes_limbs<K>(a, rows) || (!K::kPairs && (rows <= kFewByRows<K> || fills_vectors<K>(a)));
 }
 
-// Blocks that share what is packed of K and V.
-constexpr int64_t kGroup = 8;
+// Blocks that share what is packed of K and V: more of them for a matrix unit, where that is dear,
+// as long as what they keep, Q and sums, is at home in a second cache.
+constexpr int64_t kGroup = 16;
+template <class K>
+bool packs(const Attention& a) {
+  return K::kLimbs > 0 && takes_limbs<K>(a, min_of(kTile, a.queries));
+}
+template <class K>
+int64_t group_of(const Attention& a) {
+  constexpr int64_t kCache = 3 << 18, kItem = sizeof(uint16_t) * K::kLimbs;
+  constexpr int64_t kSum = sizeof(typename K::T);
+  const int64_t row =
+      round_up(a.head_dim, K::kLanes) * kItem + (padded<K>(a.value_dim) + K::kLanes) * kSum;
+  return packs<K>(a) && kGroup * kTile * row <= kCache ? kGroup : kGroup / 2;
+}
+template <class K>
+int64_t blocks_of_group(const Attention& a) {
+  return min_of(group_of<K>(a), max_of(1, ceil_div(a.queries, kTile)));
+}
 
 // Numbers of a block's out, and bytes of its state after one range of keys: m [64], l [64], out.
 template <class K>
@@ -80,7 +97,7 @@ struct ForwardScratch {
   ForwardLimbs<K> limbs;
 
   ForwardScratch(const Attention& a, Arena& arena) : limbs(a, arena) {
-    for (int64_t i = 0; i < min_of(kGroup, max_of(1, ceil_div(a.queries, kTile))); i++) {
+    for (int64_t i = 0; i < blocks_of_group<K>(a); i++) {
       QueryBlock<K>& q = blocks[i];
       q.query = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);
       q.out = arena.take<T>(block_out_size<K>(a));
@@ -99,10 +116,8 @@ struct ForwardScratch {
     keep = arena.take<uint64_t>(kTile);
     head_bits = arena.take<uint64_t>(kTile);
     clean = arena.take<typename K::S>(kTile * a.value_dim);
-    sums =
-        arena.take<char>(forward_ranges(a).count > 1
-                             ? min_of(kGroup, ceil_div(a.queries, kTile)) * block_state_bytes<K>(a)
-                             : 0);
+    sums = arena.take<char>(
+        forward_ranges(a).count > 1 ? blocks_of_group<K>(a) * block_state_bytes<K>(a) : 0);
   }
 };
 

@@ -182,6 +182,9 @@ struct BiasPlan {
   int64_t chunks;                                  // shares of each owner's sum
 };
 
+// Blocks of 64 queries that the tangent of forward takes together.
+constexpr int64_t kTangentGroup = 8;
+
 struct TypeKernels {
   int64_t element_size;  // of what is accumulated: 4, or 8 for float64
   // Bytes of scratch, 64-byte aligned, that one thread needs: for forward and weights, and for the
@@ -190,9 +193,12 @@ struct TypeKernels {
   int64_t (*backward_scratch_bytes)(const Attention& a);
   int64_t (*forward_tangent_scratch_bytes)(const Attention& a);
   int64_t (*backward_tangent_scratch_bytes)(const Attention& a);
-  int64_t group;  // blocks of 64 queries that forward does best together
+  // Blocks of 64 queries that forward does best together, and whether what they share is dear: K
+  // and V are packed for a matrix unit.
+  int64_t (*group)(const Attention& a);
+  bool (*packs)(const Attention& a);
   KernelLimits limits;
-  // Queries [q0, q0 + rows), rows <= 64 group, of head h of batch entry b: out, lse and lse_low.
+  // Queries [q0, q0 + rows), rows <= 64 group(a), of head h of batch entry b: out, lse and lse_low.
   // For one of forward_ranges (rows <= 64): its state, into states[range], each of state_bytes.
   void (*forward)(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t range,
                   void* states, void* scratch);
@@ -234,7 +240,7 @@ struct TypeKernels {
   // The shares of one owner, added in order, into grad_bias.
   void (*bias_finish)(const Attention& a, const AttentionGrad& g, const BiasPlan& plan,
                       int64_t owner, void* sums, void* scratch);
-  // The tangent of forward for queries [q0, q0 + rows), rows <= 64 group: t.out and t.lse.
+  // The tangent of forward for queries [q0, q0 + rows), rows <= 64 kTangentGroup: t.out and t.lse.
   void (*forward_tangent)(const Attention& a, const AttentionTangent& t, int64_t b, int64_t h,
                           int64_t q0, int64_t rows, void* scratch);
   // t.delta for queries [64 block, …), where grad_out, out or grad_lse has a tangent.

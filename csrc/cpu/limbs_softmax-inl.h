@@ -82,7 +82,7 @@ struct ForwardLimbs<K, true> {
     weights.along = kTile / kLimbsStep;
     weights.step = K::kLimbs * weights.plane;
     weights.across = K::kLanes * K::kLanes;
-    for (int64_t i = 0; K::kCut && i < min_of(kGroup, ceil_div(a.queries, kTile)); i++)
+    for (int64_t i = 0; K::kCut && i < blocks_of_group<K>(a); i++)
       query[i] = take(a.head_dim, kRow);
     for (float*& sum : sums)
       sum = arena.take<float>(taken && K::kCut ? padded<K>(a.value_dim) * kHalfRow : 0);
@@ -94,7 +94,7 @@ struct ForwardLimbs<K, true> {
       keep[i] = arena.take<uint64_t>(taken ? kTile : 0);
     }
     levels = arena.take<float>(kHalfRow);
-    for (int64_t i = 0; i < min_of(kGroup, ceil_div(a.queries, kTile)); i++)
+    for (int64_t i = 0; i < blocks_of_group<K>(a); i++)
       for (HalfSums& half : half_sums[i]) {
         half.now = arena.take<float>(taken ? kHalfRow * K::kLanes : 0);
         half.next = arena.take<float>(taken ? kHalfRow * K::kLanes : 0);

@@ -96,20 +96,20 @@ inline uint64_t unusual_lanes(const float* lanes, int64_t queries, int64_t colum
 // of its weights.
 template <class K>
 struct ForwardTangentLimbs<K, true> {
-  LimbsPair<K> key, value;     // K and K', V and V'
-  LimbsPair<K> query[kGroup];  // Q' and Q
-  LimbsPair<K> weights[2];     // P o S' and P
-  float* sums[2];              // [value_dim][kHalfRow] of the last products
-  PendingSum<K> pending;       // one of them
+  LimbsPair<K> key, value;            // K and K', V and V'
+  LimbsPair<K> query[kTangentGroup];  // Q' and Q
+  LimbsPair<K> weights[2];            // P o S' and P
+  float* sums[2];                     // [value_dim][kHalfRow] of the last products
+  PendingSum<K> pending;              // one of them
   TakenPairs pairs;
-  uint64_t unusual_keys, unusual_queries[kGroup];
-  bool packed, query_packed[kGroup] = {};
+  uint64_t unusual_keys, unusual_queries[kTangentGroup];
+  bool packed, query_packed[kTangentGroup] = {};
 
   ForwardTangentLimbs(const Attention& a, Arena& arena) : pairs(arena) {
     const bool taken = takes_limbs<K>(a, min_of(kTile, a.queries));
     key = {a.head_dim, kTile, taken, arena};
     value = {kTile, a.value_dim, taken, arena};
-    for (int64_t i = 0; i < min_of(kGroup, ceil_div(a.queries, kTile)); i++)
+    for (int64_t i = 0; i < min_of(kTangentGroup, ceil_div(a.queries, kTile)); i++)
       query[i] = {a.head_dim, kRow, taken, arena};
     for (LimbsPair<K>& half : weights) half = {kTile, kHalfRow, taken, arena};
     for (float*& sum : sums)

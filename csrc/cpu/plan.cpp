@@ -9,11 +9,14 @@ namespace {
 // leaves every thread so many tasks that none waits long for the last one: threads begin late, and
 // neighbours slow some of them. Those of a head are cut into equal parts. A row's result does not
 // depend on that.
+// Where what they share is dear, fewer tasks are enough; then a thread that is alone has no reason
+// to cut at all.
 int64_t blocks_together(const Attention& a, int64_t groups, int64_t most) {
-  constexpr int64_t kTasksOfAThread = 8;
+  const int64_t threads = at::get_num_threads();
+  const int64_t tasks = !kernels_for(a).packs(a) ? 8 : threads > 1 ? 4 : 1;
   const int64_t blocks = std::max<int64_t>(1, query_blocks(a));
   const int64_t all = groups * a.batch * a.heads * blocks;
-  const int64_t fit = std::clamp<int64_t>(all / (kTasksOfAThread * at::get_num_threads()), 1, most);
+  const int64_t fit = std::clamp<int64_t>(all / (tasks * threads), 1, most);
   return ceil_div(blocks, ceil_div(blocks, fit));
 }
 
@@ -57,7 +60,7 @@ ForwardPlan plan_forward(const Attention& a, int64_t groups) {
     plan.heads = share(heads * plan.parts, 1, few_heads(a));
     plan.group_jobs = a.batch * ceil_div(a.kv_heads, plan.heads) * plan.parts;
   } else {  // one block where its ranges may be tasks
-    plan.together = blocks_together(a, groups, ranges > 1 ? 1 : kernels.group);
+    plan.together = blocks_together(a, groups, ranges > 1 ? 1 : kernels.group(a));
     plan.parts = ceil_div(query_blocks(a), plan.together);
     if (plan.kernel == ForwardKernel::kOneTile) plan.heads = short_heads_together(a, groups);
     plan.group_jobs = ceil_div(a.batch * a.heads, plan.heads) * plan.parts;
@@ -71,7 +74,7 @@ ForwardPlan plan_forward(const Attention& a, int64_t groups) {
 
 TangentPlan plan_forward_tangent(const Attention& a, int64_t groups) {
   const TypeKernels& kernels = kernels_for(a);
-  const int64_t together = blocks_together(a, groups, kernels.group);
+  const int64_t together = blocks_together(a, groups, kTangentGroup);
   const int64_t parts = ceil_div(query_blocks(a), together), tasks = a.batch * a.heads * parts;
   return {together, parts, tasks,
           plan_tasks(groups * tasks, product_flops(a, groups, 3 * a.head_dim + 2 * a.value_dim),

@@ -91,7 +91,7 @@ template <class K>
 struct ForwardTangentScratch {
   using T = typename K::T;
   using Unit = typename K::Unit;
-  TangentBlock<K> blocks[kGroup];
+  TangentBlock<K> blocks[kTangentGroup];
   Unit *key, *key_tangent, *value, *value_tangent, *clean_value, *pairs;
   T *s, *st, *extra;
   uint64_t *bits, *keep;
@@ -100,7 +100,7 @@ struct ForwardTangentScratch {
 
   ForwardTangentScratch(const Attention& a, Arena& arena) : limbs(a, arena) {
     const int64_t width = operand_width<K>(a.head_dim), value_width = operand_width<K>(a.value_dim);
-    for (int64_t i = 0; i < min_of(kGroup, max_of(1, ceil_div(a.queries, kTile))); i++) {
+    for (int64_t i = 0; i < min_of(kTangentGroup, max_of(1, ceil_div(a.queries, kTile))); i++) {
       TangentBlock<K>& q = blocks[i];
       q.query = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);
       q.query_tangent = arena.take<Unit>(units_of<K>(a.head_dim) * kRow);
@@ -332,9 +332,9 @@ void finish_tangent(const Attention& a, const AttentionTangent& t, int64_t b, in
   write_rows<K>(q.out, q.high, q.rows, a.value_dim, row_of<K>(t.out, b, h, q.q0), t.out.row);
 }
 
-// O' and lse' of queries [q0, q0 + rows), up to kGroup blocks. mu is known at the end only, so what
-// is summed is P o S', not P o (S' - mu): both terms of the difference carry the rounding error of
-// S' itself, no more.
+// O' and lse' of queries [q0, q0 + rows), up to kTangentGroup blocks. mu is known at the end only,
+// so what is summed is P o S', not P o (S' - mu): both terms of the difference carry the rounding
+// error of S' itself, no more.
 template <class K>
 void forward_tangent(const Attention& a, const AttentionTangent& t, int64_t b, int64_t h,
                      int64_t q0, int64_t rows, void* scratch) {
