@@ -196,6 +196,7 @@ class Comparison:
     ratio: Spread
     noise: Spread
     same_bits: bool
+    starts: int
 
     @classmethod
     def of(cls, name: str, starts: Sequence[Start]) -> Comparison:
@@ -207,17 +208,23 @@ class Comparison:
             Spread.of([start.ratio for start in starts]),
             Spread.of([start.noise for start in starts]),
             all(start.same_bits for start in starts),
+            len(starts),
         )
+
+    @property
+    def _says(self) -> bool:
+        """Of four starts, all are above all of noise once in 70 times where builds are alike; fewer say less."""
+        return self.starts >= 4
 
     @property
     def is_slower(self) -> bool:
         """Beyond noise."""
-        return self.ratio.least > max(1.0, self.noise.most, 1 / self.noise.least)
+        return self._says and self.ratio.least > max(1.0, self.noise.most, 1 / self.noise.least)
 
     @property
     def is_faster(self) -> bool:
         """Beyond noise."""
-        return self.ratio.most < min(1.0, self.noise.least, 1 / self.noise.most)
+        return self._says and self.ratio.most < min(1.0, self.noise.least, 1 / self.noise.most)
 
 
 def rounds(

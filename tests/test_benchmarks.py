@@ -532,17 +532,18 @@ def test_builds_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_builds_differ_beyond_noise_alone() -> None:
-    def compared(after: float, noise: float) -> turns.Comparison:
-        """Five starts in which the builds take 1 and `after`, and BEFORE differs from itself by up to `noise`."""
+    def compared(after: float, noise: float, count: int = 5) -> turns.Comparison:
+        """Starts in which the builds take 1 and `after`, and BEFORE differs from itself by up to `noise`."""
         starts = []
-        for k in range(5):
+        for k in range(count):
             again = 1 + noise * (k - 2) / 2
             starts.append(turns.Start.of([1.0] * 9, [after] * 9, [again] * 9, True))
         return turns.Comparison.of("", starts)
 
     assert compared(1.1, 0.02).is_slower and not compared(1.1, 0.02).is_faster
     assert compared(0.9, 0.02).is_faster and not compared(0.9, 0.02).is_slower
-    for unclear in (compared(1.0, 0.0), compared(1.01, 0.02), compared(0.99, 0.02)):
+    few = compared(1.1, 0.02, 3), compared(0.9, 0.02, 3)
+    for unclear in (compared(1.0, 0.0), compared(1.01, 0.02), compared(0.99, 0.02), *few):
         assert not unclear.is_slower and not unclear.is_faster
     one_slow_round = turns.Start.of([1.0] * 9, [1.0] * 8 + [9.0], [1.0] * 9, True)
     assert one_slow_round.ratio == 1.0 and one_slow_round.noise == 1.0
