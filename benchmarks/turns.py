@@ -40,7 +40,8 @@ from tables import milliseconds
 from mha_ext import _C
 from mha_ext.report import Row, print_table, progress
 
-SECONDS, LEAST_ROUNDS = 1.0, 5  # for each case and pass, at each start
+SECONDS, QUICK_SECONDS = 1.0, 0.2  # for each case and pass, at each start
+LEAST_ROUNDS = 5
 STARTS = 5
 BEFORE, AFTER, AGAIN = "before", "after", "before, once more"  # in turns, from either end
 Passes = dict[str, float]  # pass -> seconds
@@ -290,6 +291,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.starts < 1:
         raise ValueError(f"--starts must be at least 1, got {arguments.starts}")
     folders = {BEFORE: arguments.before, AFTER: arguments.after, AGAIN: arguments.before}
+    seconds = arguments.seconds or (QUICK_SECONDS if arguments.quick else SECONDS)
     found: dict[str, list[Start]] = {}
     builds: dict[str, Build] = {}
     try:
@@ -299,7 +301,7 @@ def _run(arguments: argparse.Namespace) -> int:
                     builds[role] = Build(folder, role)
                 for group, threads in work:
                     advance(f"start {start + 1}: {group.title}, {threads} thr.")
-                    for name, one in compare(builds, group, threads, arguments.seconds).items():
+                    for name, one in compare(builds, group, threads, seconds).items():
                         found.setdefault(name, []).append(one)
                 for build in builds.values():
                     build.stop()
@@ -329,8 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds",
         type=positive,
-        default=SECONDS,
-        help=f"for each case and pass, default {SECONDS}",
+        help=f"for each case and pass, at each start; default {SECONDS} ({QUICK_SECONDS})",
     )
     parser.add_argument("--starts", type=int, default=STARTS, help=f"default {STARTS}")
     arguments = parser.parse_args(given)

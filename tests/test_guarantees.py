@@ -391,6 +391,35 @@ def test_any_number_of_threads_and_any_run(problem: Problem, dtype: torch.dtype)
         assert_same(ours(inputs), wanted)
 
 
+@pytest.mark.cpu_alone("how many blocks a task has is each device's own")
+@dtypes
+@pytest.mark.parametrize("head_dim", [32, 200])
+def test_a_task_of_many_blocks(head_dim: int, dtype: torch.dtype) -> None:
+    """18 blocks of queries, which one thread takes by up to 16 of them: the bits of some queries alone.
+
+    Where they are cut, no block is left with so few rows that it is multiplied in another way.
+    """
+    p = Problem(batch=1, heads=1, queries=1100, keys=300, head_dim=head_dim, mask="11qk")
+    inputs = make(replace(p, dtype=dtype))
+    torch.set_num_threads(1)
+    found = ours(inputs)
+    for threads in (2, 8):
+        torch.set_num_threads(threads)
+        assert_same(ours(inputs), found)
+    assert inputs.mask is not None
+    for some in (slice(0, 128), slice(500, 600), slice(960, 1100)):
+        alone = ours(
+            inputs.replaced(
+                query=inputs.query[:, :, some],
+                mask=inputs.mask[:, :, some],
+                grad_out=inputs.grad_out[:, :, some],
+                grad_lse=inputs.grad_lse[:, :, some],
+            )
+        )
+        for name in ("out", "lse"):
+            assert_same({name: alone[name]}, {name: found[name][:, :, some]})
+
+
 @steady
 @dtypes
 def test_any_content_and_size_of_the_batch(problem: Problem, dtype: torch.dtype) -> None:
