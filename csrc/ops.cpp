@@ -398,6 +398,10 @@ copied. The rest as for attention_forward.)");
   m.def(
       "active_isa", [] { return std::string(cpu::active_isa()); },
       "Name of the instruction set that the CPU kernels use.");
+  m.def("whole_vectors", &cpu::whole_vectors,
+        "Whether this is one of AMD's processors that take 512 bits at once, from Zen 5 on.");
+  m.def("set_whole_vectors", &cpu::set_whole_vectors, py::arg("yes"),
+        "Takes it for one, or for none: how K and V are read, which changes no bit.");
   m.def("set_isa", &set_isa, py::arg("name"),
         "Make the CPU kernels use this instruction set (None: the best). Raises ValueError where "
         "it is "

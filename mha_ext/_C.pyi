@@ -222,6 +222,12 @@ def supported_isas() -> list[str]:
 def active_isa() -> str:
     """The instruction set in use."""
 
+def whole_vectors() -> bool:
+    """Whether this is one of AMD's processors that take 512 bits at once, from Zen 5 on."""
+
+def set_whole_vectors(yes: bool) -> None:
+    """Takes it for one, or for none: how K and V are read, which changes no bit."""
+
 def set_isa(name: str | None) -> None:
     """Use this instruction set; None = the best supported one."""
 

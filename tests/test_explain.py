@@ -153,18 +153,29 @@ def test_the_blocks_of_a_head_are_cut_into_equal_parts() -> None:
     assert found.tasks == 24 and any("takes 4 blocks" in reason for reason in found.why)
 
 
-def test_one_row_reads_a_dense_head_in_order() -> None:
-    for heads, queries, dense, in_order in (
-        (8, 1, True, True),
-        (8, 2, True, False),  # two rows
-        (16, 1, True, False),  # two heads share K and V
-        (8, 1, False, False),
-    ):
-        query = torch.empty(1, heads, queries, 64, device="meta")
-        key = torch.empty(1, 8, 500, 64 if dense else 80, device="meta")[..., :64]
-        found = mha_ext.explain(query, key, key).forward
-        assert found.kernel == "few queries"
-        assert any("read in order" in reason for reason in found.why) == in_order
+@pytest.mark.parametrize("whole", [False, True])
+def test_few_rows_read_a_dense_head_in_order(whole: bool) -> None:
+    """One, or, where 512 bits are one operation and AMD's kernels run, eight."""
+    before = _C.whole_vectors()
+    most = 8 if whole and _C.active_isa() == "avx512_bf16" else 1
+    try:
+        _C.set_whole_vectors(whole)
+        for heads, queries, dense in (
+            (8, 1, True),
+            (8, 2, True),  # two rows
+            (16, 1, True),  # two heads share K and V
+            (32, 2, True),
+            (72, 1, True),
+            (8, 1, False),
+        ):
+            query = torch.empty(1, heads, queries, 64, device="meta")
+            key = torch.empty(1, 8, 500, 64 if dense else 80, device="meta")[..., :64]
+            found = mha_ext.explain(query, key, key).forward
+            assert found.kernel == "few queries"
+            in_order = dense and heads // 8 * queries <= most
+            assert any("read in order" in reason for reason in found.why) == in_order
+    finally:
+        _C.set_whole_vectors(before)
 
 
 def test_tasks_follow_the_threads() -> None:

@@ -28,7 +28,7 @@ from sizes import fewer, size
 from torch import Tensor
 
 import mha_ext
-from mha_ext import reference
+from mha_ext import _C, reference
 from mha_ext.functional import attention_with_lse
 
 pytestmark = pytest.mark.isa
@@ -555,6 +555,44 @@ def test_heads_side_by_side_or_apart(
     if not poison:
         exactly = call(reference.attention, to_double(inputs.replaced(key=key, value=value)))
         torch.testing.assert_close(wanted[0].double(), exactly[0], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.cpu_alone("the order in which memory is read is the CPU's")
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("group", "queries"), [(1, 1), (4, 1), (2, 3), (1, 8), (9, 1)])
+@dtypes
+def test_how_few_queries_are_read_changes_no_bit(
+    dtype: torch.dtype, group: int, queries: int, apart: bool
+) -> None:
+    """What depends on the processor: up to eight rows of a head in the order of memory, or one alone.
+
+    The keys are more than two of the stretches that are read in order, with an odd end, and not one range.
+    """
+    inputs = make(
+        Problem(
+            dtype=dtype,
+            heads=3 * group,
+            kv_heads=3,
+            queries=queries,
+            keys=size(2 * 512 + 150, emulated=150),
+            head_dim=130,
+            value_dim=72,
+            layout="contiguous" if apart else "heads",
+            mask="bhqk",
+            bias="bhqk",
+            dropout_p=0.2,
+            key_lengths="random",
+            empty_rows="uniform",
+        )
+    )
+    before = _C.whole_vectors()
+    try:
+        _C.set_whole_vectors(True)
+        found = ours(inputs)
+        _C.set_whole_vectors(False)
+        assert_same(found, ours(inputs))
+    finally:
+        _C.set_whole_vectors(before)
 
 
 @dtypes

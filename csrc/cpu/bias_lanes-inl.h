@@ -3,10 +3,12 @@
 namespace mha_ext::cpu {
 namespace {
 
-// visit(key, r, bias) for each vector of a tile of the bias, of queries r and up.
+// visit(key, r, bias) for each vector of a tile of the bias, of queries r and up. Inline: what a
+// visit keeps would else be in memory, and each would wait for the one before it.
 template <class K, class E, class Visit>
-void each_bias(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
-               int64_t keys, typename K::T* scratch, const Visit& visit) {
+[[gnu::always_inline]] inline void each_bias(const Attention& a, int64_t b, int64_t h, int64_t q0,
+                                             int64_t rows, int64_t k0, int64_t keys,
+                                             typename K::T* scratch, const Visit& visit) {
   using X = typename K::X;
   const Pairs& bias = a.bias;
   const E* const from =

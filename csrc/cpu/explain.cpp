@@ -69,8 +69,9 @@ Pass forward(const Attention& a) {
         pass.why.push_back(text("a task takes ", plan.heads,
                                 " heads of keys and values, which lie side by side, ", kFewKeys,
                                 " keys at a time"));
-      if (few_in_order(a, plan.heads, a.heads / a.kv_heads * a.queries))
-        pass.why.push_back("one row over keys and values that follow one another: read in order");
+      if (few_in_order(a, plan.heads, pass.tile_rows, kernels_for(a).limits))
+        pass.why.push_back(text(counted(pass.tile_rows, "row", "rows"),
+                                " over keys and values that follow one another: read in order"));
       break;
     case ForwardKernel::kOneTile:
       pass.kernel = "one tile";

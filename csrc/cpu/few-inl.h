@@ -49,17 +49,18 @@ template <class K>
 struct FewScratch {
   using T = typename K::T;
   FewStates<K> state, sum;  // of one range of keys, and of those before it
-  T *query, *s, *bias;      // of the rows of all heads, or s of one head in kFewTiles tiles
+  T *query, *s, *bias;      // of the rows of all heads, or s of a few of one in kFewTiles tiles
   uint64_t *bits, *any;     // of the rows, of the heads; as many
 
   FewScratch(const Attention& a, Arena& arena) : state(a, arena), sum(a, arena) {
     const int64_t heads = few_heads(a), rows = few_rows(a);
-    const int64_t tiles = max_of(heads, few_in_order(a, 1, 1) ? kFewTiles : 1);
+    const bool in_order = few_in_order(a, 1, 1, K::kLimits);
+    const int64_t in_tiles = in_order ? kFewTiles * round_up(K::kRowsInOrder, 4) : 0;
     query = arena.take<T>(heads * rows * few_width<K>(a.head_dim));
-    s = arena.take<T>(tiles * rows * kTile);
+    s = arena.take<T>(max_of(heads * rows, in_tiles) * kTile);
     bias = arena.take<T>(kTile);
-    bits = arena.take<uint64_t>(tiles * rows);
-    any = arena.take<uint64_t>(tiles);
+    bits = arena.take<uint64_t>(max_of(heads * rows, in_tiles));
+    any = arena.take<uint64_t>(max_of(heads, in_order ? kFewTiles : 0));
   }
 };
 
@@ -70,13 +71,13 @@ struct FewTask {
 
 // The keys of one range, into the states. So many keys of all heads, one head after the other; then
 // the next keys. What comes is asked for kFewKeys early, or more where these are but little memory.
-// One row alone leaves time to read the rows of a head, where they follow one another, in their
-// order: kFewTiles tiles of K, then as many of V. Hardware foresees those better.
+// One row alone, or few, leave time to read the rows of a head, where they follow one another, in
+// their order: kFewTiles tiles of K, then as many of V. Hardware foresees those better.
 template <class K>
 class FewScan {
   using T = typename K::T;
   using X = typename K::X;
-  static constexpr bool kBeside = asked_beside<typename K::X>() > 0;
+  static constexpr bool kBeside = kAskedBeside<typename K::X> > 0;
 
  public:
   FewScan(const Attention& a, const FewTask& task, const FewStates<K>& states, FewScratch<K>& w)
@@ -101,6 +102,7 @@ class FewScan {
     const int64_t tiles = in_order_ ? kFewTiles : 1;
     for (int64_t k0 = seen_.begin; k0 < seen_.end; k0 += tiles * kTile) {
       const int64_t count = min_of(tiles, ceil_div(seen_.end - k0, kTile));
+      chunk_ = {k0, min_of(k0 + count * kTile, a_.keys)};
       for (int64_t t = 0; t < count; t++) scores(k0 + t * kTile, t);
       for (int64_t t = 0; t < count; t++) values(k0 + t * kTile, t);
     }
@@ -112,11 +114,9 @@ class FewScan {
   }
   // Of tile t of those that are taken together: scores of a head, what its rows see, and whether
   // any of them sees anything.
-  T* s_of(int64_t t, int64_t head) const {
-    return w_.s + (t * task_.heads + head) * ld_rows_ * kTile;
-  }
+  T* s_of(int64_t t, int64_t head) const { return w_.s + (t * task_.heads + head) * ld_s_ * kTile; }
   uint64_t* bits_of(int64_t t, int64_t head) const {
-    return w_.bits + (t * task_.heads + head) * ld_rows_;
+    return w_.bits + (t * task_.heads + head) * ld_s_;
   }
   uint64_t& any_of(int64_t t, int64_t head) const { return w_.any[t * task_.heads + head]; }
 
@@ -134,18 +134,32 @@ class FewScan {
     return min_of(kTile, round_up(ceil_div(kLeast, heads * widest * (int64_t)sizeof(typename K::S)),
                                   kFewKeys));
   }
+  // Keys at a time: where several rows take values of 16 bits in two groups of columns, fewer than
+  // a tile are better.
+  static int64_t keys_in_order(const Attention& a, const FewTask& task) {
+    const bool in_groups = task.rows > 1 && a.value_dim > X::kRegisters / 8 * K::kLanes;
+    return in_groups && sizeof(typename K::S) == 2 ? kTile / 2 : kTile;
+  }
 
   // What is read after `count` rows of a head from `first` on: those of the next head, of the first
-  // head after them, or, at `last`, of the other tensor.
+  // head after them, or, at the end of the tiles that are read together, of the other tensor.
   const typename K::S* follows(const Rows& t, int64_t head, int64_t first, int64_t count,
-                               int64_t last, const Rows& other, int64_t other_first) const {
+                               const Rows& other, int64_t other_first) const {
     const int64_t b = task_.batch;
     if (head + 1 < task_.heads) return row_of<K>(t, b, task_.kv + head + 1, first);
-    return first + count < last ? row_of<K>(t, b, task_.kv, first + count)
-                                : row_of<K>(other, b, task_.kv, other_first);
+    return first + count < chunk_.end ? row_of<K>(t, b, task_.kv, first + count)
+                                      : row_of<K>(other, b, task_.kv, other_first);
   }
-  FewAsk<K> asks(int64_t r, NextRows& next, const typename K::S* after) const {
-    return in_order_ ? FewAsk<K>{} : few_ask<K>(r, next, after);
+  // read<n, in order>(r, what it asks for) for all rows, as by_rows.
+  template <class Read>
+  [[gnu::always_inline]] void read_rows(NextRows& next, const typename K::S* after, int64_t width,
+                                        const Read& read) const {
+    by_rows<K>(task_.rows, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
+      if constexpr (kRows == 1 || K::kRowsInOrder > 1)
+        if (in_order_)
+          return read.template operator()<kRows, true>(r, few_ask_in_order<K>(r, after, width));
+      read.template operator()<kRows, false>(r, few_ask<K>(r, next, after));
+    });
   }
 
   void scores(int64_t k0, int64_t t) {
@@ -175,14 +189,14 @@ class FewScan {
         const T* query = w_.query + head * ld_rows_ * ld_;
         T* s = s_of(t, head) + n;
         const typename K::S* const after =
-            follows(a_.key, head, k0 + n, some, k0 + keys, a_.value, k0);
-        by_rows<K>(rows, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
-          if (kRows == 1 && in_order_)
-            few_scores<K, 1, true>(key, a_.key.row, some, a_.head_dim, query, ld_, (T)a_.scale, s);
-          else
-            few_scores<K, kRows>(key, a_.key.row, some, a_.head_dim, query + r * ld_, ld_,
-                                 (T)a_.scale, s + r * kTile, asks(r, next, after));
-        });
+            follows(a_.key, head, k0 + n, some, a_.value, chunk_.begin);
+        read_rows(next, after, a_.head_dim,
+                  [&]<int kRows, bool kInOrder>(int64_t r, const FewAsk<K>& ask)
+                      __attribute__((always_inline)) {
+                        few_scores<K, kRows, kInOrder>(key, a_.key.row, some, a_.head_dim,
+                                                       query + r * ld_, ld_, (T)a_.scale,
+                                                       s + r * kTile, ask);
+                      });
       }
     }
   }
@@ -240,12 +254,14 @@ class FewScan {
         const FewState<K> state = states_.of(a_, head);
         const typename K::S* value = row_of<K>(a_.value, b, task_.kv + head, k0 + n);
         const typename K::S* const after =
-            follows(a_.value, head, k0 + n, some, k0 + keys, a_.key, k0 + kTile);
-        by_rows<K>(rows, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
-          few_values<K, kRows>(value, a_.value.row, some, a_.value_dim,
-                               s_of(t, head) + r * kTile + n, state.out + r * ldv_, ldv_,
-                               asks(r, next, after));
-        });
+            follows(a_.value, head, k0 + n, some, a_.key, chunk_.end);
+        read_rows(next, after, a_.value_dim,
+                  [&]<int kRows, bool kInOrder>(int64_t r, const FewAsk<K>& ask)
+                      __attribute__((always_inline)) {
+                        few_values<K, kRows, kInOrder>(value, a_.value.row, some, a_.value_dim,
+                                                       s_of(t, head) + r * kTile + n,
+                                                       state.out + r * ldv_, ldv_, ask);
+                      });
       }
     }
   }
@@ -256,9 +272,10 @@ class FewScan {
   FewScratch<K>& w_;
   const int64_t ld_ = few_width<K>(a_.head_dim), ldv_ = few_width<K>(a_.value_dim);
   const int64_t ld_rows_ = few_rows(a_), ahead_ = keys_ahead(a_, task_.heads);
-  const bool in_order_ = few_in_order(a_, task_.heads, task_.rows);
-  const int64_t together_ = in_order_ ? kTile : kFewKeys;
-  Range seen_;
+  const int64_t ld_s_ = round_up(task_.rows, 4);
+  const bool in_order_ = few_in_order(a_, task_.heads, task_.rows, K::kLimits);
+  const int64_t together_ = in_order_ ? keys_in_order(a_, task_) : kFewKeys;
+  Range seen_, chunk_;  // chunk_: of the tiles that are read together
 };
 
 // Adds the state of the next range of keys to that of those before it.

@@ -184,11 +184,11 @@ void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64
     for (int i = 0; i < kVectors; i++) X::store(out + r * ld + i * K::kLanes, sum[r][i]);
 }
 
-template <class K, int kRows>
+template <class K, int kRows, bool kInOrder = false>
 void few_values(const typename K::S* value, int64_t stride, int64_t keys, int64_t width,
                 const typename K::T* s, typename K::T* out, int64_t ld, FewAsk<K> ask = {}) {
   constexpr int kSums = K::X::kRegisters / 2, kMost = kSums / kRows < 8 ? kSums / kRows : 8;
-  constexpr bool kBeside = asked_beside<typename K::X>() > 0;
+  constexpr bool kBeside = kAsksBeside<typename K::X, kInOrder>;
   typename K::Unit room[kRows * kFewUnits<K>];
   const typename K::Unit* const weights = few_weights<K, kRows>(s, keys, room);
   int64_t d = 0;

@@ -141,6 +141,21 @@ const Kernels* at_start() {
   return kernels;
 }
 
+bool& whole() {
+#if MHA_EXT_X86
+  static bool found = [] {
+    constexpr unsigned kZen5 = 0x1a;
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd") && __get_cpuid(1, &a, &b, &c, &d) &&
+           (a >> 8 & 0xf) + (a >> 20 & 0xff) >= kZen5;
+  }();
+#else
+  static bool found = false;
+#endif
+  return found;
+}
+
 const Kernels*& active() {
   static const Kernels* kernels = at_start();
   return kernels;
@@ -153,6 +168,9 @@ int isa_count() { return list().count; }
 const char* isa_name(int index) { return list().isas[index].kernels->name; }
 bool isa_supported(int index) { return list().isas[index].supported(); }
 const char* active_isa() { return active()->name; }
+
+bool whole_vectors() { return whole(); }
+void set_whole_vectors(bool yes) { whole() = yes; }
 
 bool select_isa(const char* name) {
   const Kernels* kernels = find(name);

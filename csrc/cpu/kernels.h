@@ -66,6 +66,7 @@ struct KernelLimits {
   int64_t few_queries;       // over more keys than a tile has; over fewer, kFewest
   int64_t one_tile_queries;  // over no more keys than a tile has
   int64_t lanes;             // of a vector
+  int64_t rows_in_order;     // of a head, that a call reads in its order where whole_vectors()
 };
 // Where queries are few, the rows of all heads that share K and V are taken together, so many at
 // most; by forward in smaller parts, down to kFewPart, where that leaves threads without a task.
@@ -86,9 +87,16 @@ HOST_DEVICE int64_t few_heads(const Attention& a) {
   const int64_t width = max_of(1, max_of(a.head_dim, a.value_dim)) * item_size(a);
   return max_of(1, min_of(kPage / width, a.kv_heads));
 }
-// Whether a call reads one head that lies dense for one row: then in the order of its memory.
-HOST_DEVICE bool few_in_order(const Attention& a, int64_t kv_heads, int64_t rows) {
-  return kv_heads == 1 && rows == 1 && a.key.row == a.head_dim && a.value.row == a.value_dim;
+// Whether this is one of AMD's processors that take 512 bits at once, from Zen 5 on. There products
+// leave less time to bring what they read again, and few queries leave time enough to ask for lines
+// one by one, in the order in which they are read.
+bool whole_vectors();
+// Whether a call reads one head that lies dense for one row, or as few as that is better for: then
+// in the order of its memory.
+[[maybe_unused]] static inline bool few_in_order(const Attention& a, int64_t kv_heads, int64_t rows,
+                                                 const KernelLimits& limits) {
+  return kv_heads == 1 && rows <= (whole_vectors() ? limits.rows_in_order : 1) &&
+         a.key.row == a.head_dim && a.value.row == a.value_dim;
 }
 
 enum class ForwardKernel { kFew, kOneTile, kTiled };
@@ -296,6 +304,7 @@ const char* isa_name(int index);  // 0 = best
 bool isa_supported(int index);
 const char* active_isa();
 bool select_isa(const char* name);  // nullptr = best supported; false if unknown or unsupported
+void set_whole_vectors(bool yes);   // for tests of whole_vectors() on other processors
 
 double fma_peak(DType type, double seconds);  // FLOP/s of one thread
 // Bytes a second of so many threads at once, in `bytes` bytes of all of them: read and written, and

@@ -101,34 +101,53 @@ class NextRows {
 };
 
 // Beside each row of few queries' K or V, the one so many rows on is asked for, into the nearest
-// cache; 0: NextRows asks.
+// cache; 0: NextRows asks. And so many bytes on, where a head is read in the order of memory; 0:
+// nobody does.
 template <class X>
-constexpr int64_t asked_beside() {
+constexpr int64_t kAskedBeside = [] {
   if constexpr (requires { X::kAskedBeside; })
     return X::kAskedBeside;
   else
     return 0;
-}
+}();
+template <class X>
+constexpr int64_t kAskedInOrder = [] {
+  if constexpr (requires { X::kAskedInOrder; })
+    return X::kAskedInOrder;
+  else
+    return 0;
+}();
+template <class X, bool kInOrder>
+constexpr bool kAsksBeside = kInOrder ? kAskedInOrder<X> > 0 : kAskedBeside<X> > 0;
 // What few_scores and few_values ask for while they read rows: nothing, or what NextRows has, or
-// the rows beside theirs; `then` are those that follow the last one.
+// the rows `on` further; `then` are those that follow the last one.
 template <class K>
 struct FewAsk {
   NextRows* next = nullptr;
   const typename K::S* then = nullptr;
+  int64_t on = 0;
 
   // Of row n of `rows`.
   [[gnu::always_inline]] const typename K::S* beside(const typename K::S* rows, int64_t stride,
                                                      int64_t count, int64_t n) const {
-    constexpr int64_t kOn = asked_beside<typename K::X>();
-    return n + kOn < count ? rows + (n + kOn) * stride : then + (n + kOn - count) * stride;
+    return n + on < count ? rows + (n + on) * stride : then + (n + on - count) * stride;
   }
 };
 // The first of by_rows alone asks.
 template <class K>
 FewAsk<K> few_ask(int64_t r, NextRows& next, const typename K::S* then) {
+  constexpr int64_t kOn = kAskedBeside<typename K::X>;
   if (r) return {};
-  if (asked_beside<typename K::X>() > 0) return {nullptr, then};
+  if (kOn > 0) return {nullptr, then, kOn};
   return {&next};
+}
+// The same for rows of `width` numbers in the order of memory, no more than a tile on.
+template <class K>
+FewAsk<K> few_ask_in_order(int64_t r, const typename K::S* then, int64_t width) {
+  constexpr int64_t kBytes = kAskedInOrder<typename K::X>;
+  if (r || kBytes == 0 || !whole_vectors()) return {};
+  const int64_t row = max_of(1, width) * (int64_t)sizeof(typename K::S);
+  return {nullptr, then, max_of(1, min_of(kTile, kBytes / row))};
 }
 template <class K>
 constexpr int64_t kLineItems = kLine / (int64_t)sizeof(typename K::S);
@@ -223,23 +242,23 @@ void few_scores(const typename K::S* key, int64_t stride, int64_t keys, int64_t 
                 const typename K::T* query, int64_t ld, typename K::T scale, typename K::T* s,
                 const FewAsk<K>& ask = {}) {
   constexpr int kKeys = K::kLanes / kRows;
-  constexpr bool kBeside = !kInOrder && asked_beside<typename K::X>() > 0;
+  constexpr bool kBeside = kAsksBeside<typename K::X, kInOrder>, kOneByOne = kInOrder && kRows == 1;
   int64_t n = 0;
   for (; n + kKeys <= keys; n += kKeys) {
     const typename K::S* const from = key + n * stride;
     if (ask.next) ask.next->ask();
     if (kBeside && ask.then)
-      few_scores_block<K, kRows, true, kInOrder, kBeside>(from, stride, kKeys, columns, query, ld,
-                                                          scale, s + n,
-                                                          ask.beside(key, stride, keys, n) - from);
+      few_scores_block<K, kRows, true, kOneByOne, kBeside>(from, stride, kKeys, columns, query, ld,
+                                                           scale, s + n,
+                                                           ask.beside(key, stride, keys, n) - from);
     else
-      few_scores_block<K, kRows, true, kInOrder>(from, stride, kKeys, columns, query, ld, scale,
-                                                 s + n);
+      few_scores_block<K, kRows, true, kOneByOne>(from, stride, kKeys, columns, query, ld, scale,
+                                                  s + n);
   }
   if (n == keys) return;
   if (ask.next) ask.next->ask();
-  few_scores_block<K, kRows, false, kInOrder>(key + n * stride, stride, keys - n, columns, query,
-                                              ld, scale, s + n);
+  few_scores_block<K, kRows, false, kOneByOne>(key + n * stride, stride, keys - n, columns, query,
+                                               ld, scale, s + n);
 }
 
 // run<n>(r) for rows r .. r + n - 1. Three rows are done as four: the padding holds zeros.

@@ -17,6 +17,13 @@ struct Kind {
   static constexpr int kLanes = X::kLanes;
   static constexpr bool kPairs = Dot::kStep == 2;
   static constexpr bool kInPlace = sizeof(S) == sizeof(T);  // storage is what the products read
+  // Of few queries, for which a head that lies dense is read in the order of memory.
+  static constexpr int64_t kRowsInOrder = [] {
+    if constexpr (requires { X::kRowsInOrder; })
+      return X::kRowsInOrder;
+    else
+      return 1;
+  }();
   // Where it takes long to widen rows, lanes of queries may be emptier. Where products are of
   // pairs, tiles are better for more than one block of queries, since these share what is packed of
   // K; on a matrix unit for more than a vector of them.
@@ -24,7 +31,7 @@ struct Kind {
                                            !kPairs               ? INT64_MAX
                                            : Dot::kRowBlock == 1 ? kTile
                                                                  : kLanes,
-                                           kLanes};
+                                           kLanes, kRowsInOrder};
   // Whether products read rows of K or V where they are: where they follow one another, or, on some
   // processors, where few blocks of queries read them. Else rows are packed: those that stand far
   // apart share few cache sets.
@@ -34,6 +41,14 @@ struct Kind {
       return stride == columns || blocks <= X::kInPlaceBlocks;
     else
       return stride == columns;
+  }
+  // The same for rows whose columns are lanes: these are read again for every few sums, so more
+  // tiles than these make up for packing them.
+  static bool vectors_in_place(int64_t stride, int64_t columns, int64_t tiles) {
+    if constexpr (kInPlace && requires { X::in_place_tiles(); })
+      return stride == columns || tiles <= X::in_place_tiles();
+    else
+      return in_place(stride, columns, tiles);
   }
   // How many limbs of a number go to a matrix unit in whole tiles (limbs-inl.h), or none. One is
   // the number itself; then forward alone has tiles of limbs, and all of its tiles are.
@@ -263,7 +278,7 @@ template <class K>
 VectorRows<K> vectors_operand(const typename K::S* from, int64_t stride, int64_t rows,
                               int64_t columns, typename K::Unit* scratch, int64_t tiles) {
   if constexpr (K::kInPlace)
-    if (K::in_place(stride, columns, tiles) && columns % K::X::Half::kLanes == 0)
+    if (K::vectors_in_place(stride, columns, tiles) && columns % K::X::Half::kLanes == 0)
       return {from, stride};
   const int64_t ld = padded<K>(columns);
   pack_rows<K>(from, stride, rows, columns, scratch, ld);

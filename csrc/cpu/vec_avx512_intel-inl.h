@@ -9,7 +9,8 @@ struct F32x16Intel : F32x16 {
   static constexpr int64_t kInPlaceBlocks = 4;
   static constexpr bool kHalfQueries = false;
   static constexpr int64_t kLongestAsked = 2048;
-  static constexpr int64_t kAskedBeside = 8;
+  static constexpr int64_t kAskedBeside = 8, kAskedInOrder = 0, kRowsInOrder = 1;
+  static int64_t in_place_tiles() { return kInPlaceBlocks; }
   static constexpr Exponential kExponential = Exponential::kScale;
   static V fraction(V y) { return _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF); }  // y - floor(y)
   // p 2^floor(y), or 0 where x < least (NaN is not).
@@ -23,6 +24,9 @@ struct F64x8Intel : F64x8 {
   static constexpr bool kHalfQueries = F32x16Intel::kHalfQueries;
   static constexpr int64_t kLongestAsked = F32x16Intel::kLongestAsked;
   static constexpr int64_t kAskedBeside = F32x16Intel::kAskedBeside;
+  static constexpr int64_t kAskedInOrder = F32x16Intel::kAskedInOrder;
+  static constexpr int64_t kRowsInOrder = F32x16Intel::kRowsInOrder;
+  static int64_t in_place_tiles() { return F32x16Intel::in_place_tiles(); }
   // 2^(k / 16), k modulo 16, for the k in the low bits of u; a 2^floor(n), or 0 where x < least.
   static V power(V u) {
     return _mm512_permutex2var_pd(_mm512_loadu_pd(Exp<T>::root), _mm512_castpd_si512(u),
