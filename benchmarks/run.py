@@ -136,7 +136,7 @@ def plan(arguments: argparse.Namespace) -> list[tuple[suite.Group, int]]:
             kinds += [n for n in counts[-1:] if "all" in group.threads and n not in kinds]
         found += [(group, threads) for threads in kinds]
     if not found:
-        raise ValueError("nothing is left to measure: --list without options shows all groups")
+        raise ValueError("nothing is left to measure: run.py --list shows all groups")
     return found
 
 

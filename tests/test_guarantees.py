@@ -557,16 +557,17 @@ def test_heads_side_by_side_or_apart(
         torch.testing.assert_close(wanted[0].double(), exactly[0], rtol=0.02, atol=0.02)
 
 
-@pytest.mark.cpu_alone("the order in which memory is read is the CPU's")
+@pytest.mark.cpu_alone("how memory is read is the CPU's")
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize(("group", "queries"), [(1, 1), (4, 1), (2, 3), (1, 8), (9, 1)])
+@pytest.mark.parametrize(("group", "queries"), [(1, 1), (4, 1), (2, 3), (1, 8), (9, 1), (2, 530)])
 @dtypes
-def test_how_few_queries_are_read_changes_no_bit(
+def test_how_rows_are_read_changes_no_bit(
     dtype: torch.dtype, group: int, queries: int, apart: bool
 ) -> None:
-    """What depends on the processor: up to eight rows of a head in the order of memory, or one alone.
+    """What depends on the processor: up to eight rows of a head in the order of memory, or one alone; V packed or not.
 
-    The keys are more than two of the stretches that are read in order, with an odd end, and not one range.
+    The keys are more than two of the stretches that are read in order, with an odd end, and not one range; the queries
+    one, a few, or more blocks than read V where it lies.
     """
     inputs = make(
         Problem(
@@ -574,9 +575,9 @@ def test_how_few_queries_are_read_changes_no_bit(
             heads=3 * group,
             kv_heads=3,
             queries=queries,
-            keys=size(2 * 512 + 150, emulated=150),
+            keys=2 * 512 + 150,
             head_dim=130,
-            value_dim=72,
+            value_dim=80,
             layout="contiguous" if apart else "heads",
             mask="bhqk",
             bias="bhqk",
