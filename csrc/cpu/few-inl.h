@@ -77,7 +77,7 @@ template <class K>
 class FewScan {
   using T = typename K::T;
   using X = typename K::X;
-  static constexpr bool kBeside = kAskedBeside<typename K::X> > 0;
+  static constexpr bool kBeside = X::kAskedBeside > 0;
 
  public:
   FewScan(const Attention& a, const FewTask& task, const FewStates<K>& states, FewScratch<K>& w)

@@ -100,25 +100,11 @@ class NextRows {
   int64_t stride_ = 0, bytes_ = 0, rows_ = 0, share_ = 0, at_ = 0;
 };
 
-// Beside each row of few queries' K or V, the one so many rows on is asked for, into the nearest
-// cache; 0: NextRows asks. And so many bytes on, where a head is read in the order of memory; 0:
-// nobody does.
-template <class X>
-constexpr int64_t kAskedBeside = [] {
-  if constexpr (requires { X::kAskedBeside; })
-    return X::kAskedBeside;
-  else
-    return 0;
-}();
-template <class X>
-constexpr int64_t kAskedInOrder = [] {
-  if constexpr (requires { X::kAskedInOrder; })
-    return X::kAskedInOrder;
-  else
-    return 0;
-}();
+// Beside each row of few queries' K or V, the one X::kAskedBeside rows on is asked for, into the
+// nearest cache; 0: NextRows asks. And what is X::kAskedInOrder bytes on, where a head is read in
+// the order of memory; 0: nobody does.
 template <class X, bool kInOrder>
-constexpr bool kAsksBeside = kInOrder ? kAskedInOrder<X> > 0 : kAskedBeside<X> > 0;
+constexpr bool kAsksBeside = (kInOrder ? X::kAskedInOrder : X::kAskedBeside) > 0;
 // What few_scores and few_values ask for while they read rows: nothing, or what NextRows has, or
 // the rows `on` further; `then` are those that follow the last one.
 template <class K>
@@ -136,7 +122,7 @@ struct FewAsk {
 // The first of by_rows alone asks.
 template <class K>
 FewAsk<K> few_ask(int64_t r, NextRows& next, const typename K::S* then) {
-  constexpr int64_t kOn = kAskedBeside<typename K::X>;
+  constexpr int64_t kOn = K::X::kAskedBeside;
   if (r) return {};
   if (kOn > 0) return {nullptr, then, kOn};
   return {&next};
@@ -144,7 +130,7 @@ FewAsk<K> few_ask(int64_t r, NextRows& next, const typename K::S* then) {
 // The same for rows of `width` numbers in the order of memory, no more than a tile on.
 template <class K>
 FewAsk<K> few_ask_in_order(int64_t r, const typename K::S* then, int64_t width) {
-  constexpr int64_t kBytes = kAskedInOrder<typename K::X>;
+  constexpr int64_t kBytes = K::X::kAskedInOrder;
   if (r || kBytes == 0 || !whole_vectors()) return {};
   const int64_t row = max_of(1, width) * (int64_t)sizeof(typename K::S);
   return {nullptr, then, max_of(1, min_of(kTile, kBytes / row))};

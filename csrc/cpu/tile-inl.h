@@ -18,12 +18,7 @@ struct Kind {
   static constexpr bool kPairs = Dot::kStep == 2;
   static constexpr bool kInPlace = sizeof(S) == sizeof(T);  // storage is what the products read
   // Of few queries, for which a head that lies dense is read in the order of memory.
-  static constexpr int64_t kRowsInOrder = [] {
-    if constexpr (requires { X::kRowsInOrder; })
-      return X::kRowsInOrder;
-    else
-      return 1;
-  }();
+  static constexpr int64_t kRowsInOrder = X::kRowsInOrder;
   // Where it takes long to widen rows, lanes of queries may be emptier. Where products are of
   // pairs, tiles are better for more than one block of queries, since these share what is packed of
   // K; on a matrix unit for more than a vector of them.

@@ -53,6 +53,7 @@ struct F32x8 {
   using M = __m256;
   using U = U32x8;
   static constexpr int kLanes = 8, kRegisters = 16;
+  static constexpr int64_t kAskedBeside = 0, kAskedInOrder = 0, kRowsInOrder = 1;
 
   static V zero() { return _mm256_setzero_ps(); }
   static V set(float x) { return _mm256_set1_ps(x); }
@@ -215,6 +216,7 @@ struct F64x4 {
   using M = __m256d;
   using U = U32x8;
   static constexpr int kLanes = 4, kRegisters = 16;
+  static constexpr int64_t kAskedBeside = 0, kAskedInOrder = 0, kRowsInOrder = 1;
 
   static V zero() { return _mm256_setzero_pd(); }
   static V set(double x) { return _mm256_set1_pd(x); }
