@@ -162,17 +162,17 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const auto ask_ahead = [&](const GradBlock<K>& q, int64_t h, int64_t k0) {
     Ahead& ahead = q.w->ahead;
     const bool last_block = q.block + 1 == blocks, last_head = h + 1 == (kv + 1) * group;
+    const bool ends = asks_for_what_follows(q.q0, a.queries, q.block == 0);
     // Before the last tile of keys: what is asked for earlier may be gone again.
-    if (k0 + kTile >= min_of(q.seen.end, end)) {
+    if (asks_for_what_follows(k0, min_of(q.seen.end, end), k0 == begin)) {
       if (writes_query) ask_rows<K>(g.grad_query, b, h, q.q0, a.queries, a.head_dim, ahead);
-      if (!last_block)
-        ask_queries(b, h, q.q0 + kTile, ahead);
-      else if (!last_head)
+      if (!last_block) ask_queries(b, h, q.q0 + kTile, ahead);
+      if (ends && !last_head)
         ask_queries(b, h + 1, 0, ahead);
-      else if (next.batch < a.batch)
+      else if (ends && next.batch < a.batch)
         ask_queries(next.batch, next.kv_head * group, 0, ahead);
     }
-    if (last_block && last_head) {
+    if (ends && last_head) {
       ask_rows<K>(g.grad_key, b, kv, k0, end, a.head_dim, ahead);
       ask_rows<K>(g.grad_value, b, kv, k0, end, a.value_dim, ahead);
       if (next.batch < a.batch) {

@@ -16,6 +16,7 @@ struct ShortHead {
   int64_t b, h;
   NextPart next;
   bool ahead;      // there is a next head
+  bool all;        // the products of queries and keys ask for it; pairs have no room for that
   bool value_too;  // its values are asked for beside grad_query
   const S *query, *key, *value, *grad_out;
 
@@ -25,31 +26,41 @@ struct ShortHead {
     const LaterHead later(a, b, h, together);
     next = together > 1 ? NextPart{later.batch, later.head, 0} : next_head(a, g, b, h);
     ahead = next.batch < a.batch;
-    value_too = g.grad_query.data && a.queries > kWidthGroup && a.value.row == a.key.row;
+    all = !K::kPairs && asks_for_all<K>(a);
+    value_too = !all && g.grad_query.data && a.queries > kWidthGroup && a.value.row == a.key.row;
     query = row_of<K>(a.query, b, h, 0);
     key = row_of<K>(a.key, b, h, 0);
     value = row_of<K>(a.value, b, h, 0);
     grad_out = row_of<K>(g.grad_out, b, h, 0);
   }
 
-  [[gnu::always_inline]] void ask(bool beside, const Rows& t, int64_t count,
-                                  int64_t columns) const {
-    if (ahead && !beside) ask_for<K>(t, next.batch, next.kv_head, count, columns);
-  }
-  // What no product asks for beside the rows that it reads.
-  [[gnu::always_inline]] void ask_next(bool out_too) const {
-    ask(g.grad_key.data, a.query, a.queries, a.head_dim);
-    ask(g.grad_query.data, a.key, a.keys, a.head_dim);
+  // What no gradient asks for beside the rows that it reads.
+  [[gnu::always_inline]] void ask_next(BackwardScratch<K>& w) const {
+    if (!ahead) return;
+    const auto ask = [&](const Rows& queries, bool queries_beside, const Rows& keys,
+                         bool keys_beside, int64_t columns,
+                         LaneRows<K>& lanes) __attribute__((always_inline)) {
+      if (!asks_with_product<K>(queries, next.batch, next.kv_head, a.queries, columns, all, lanes,
+                                w.ahead) &&
+          !queries_beside)
+        ask_for<K>(queries, next.batch, next.kv_head, a.queries, columns);
+      if (all)
+        ask_rows<K>(keys, next.batch, next.kv_head, 0, a.keys, columns, w.ahead);
+      else if (!keys_beside)
+        ask_for<K>(keys, next.batch, next.kv_head, a.keys, columns);
+    };
+    ask(a.query, g.grad_key.data, a.key, g.grad_query.data, a.head_dim, w.query_lanes);
     if (!g.grad_out.data) return;
-    ask(g.grad_value.data, g.grad_out, a.queries, a.value_dim);
-    ask(value_too, a.value, a.keys, a.value_dim);
-    ask(!out_too, a.out, a.queries, a.value_dim);
+    ask(g.grad_out, g.grad_value.data, a.value, value_too, a.value_dim, w.grad_out_lanes);
+    if (!w.whole) ask_for<K>(a.out, next.batch, next.kv_head, a.queries, a.value_dim);
   }
   int64_t to_next(const Rows& t, const void* here) const {
     return ahead ? bytes_to<K>(t, next.batch, next.kv_head, 0, here) : 0;
   }
-  WidthRows<K> read(const S* data, const Rows& t, int64_t count, int64_t columns) const {
-    return {data, t.row, count, columns, to_next(t, data)};
+  // `asked`: for those of the next head.
+  WidthRows<K> read(const S* data, const Rows& t, int64_t count, int64_t columns,
+                    bool asked) const {
+    return {data, t.row, count, columns, asked ? 0 : to_next(t, data)};
   }
   bool finite() const {
     return all_finite<K>(query, a.query.row, a.queries, a.head_dim) &&
@@ -72,10 +83,14 @@ SeenByHeads short_products(const Attention& a, const AttentionGrad& g, Heads hea
   };
   SeenByHeads seen(keys, w.bits);
   w.paired = false;
+  ask_levels<K>(a, heads, a.lse);
+  ask_levels<K>(a, heads, a.lse_low);
+  ask_levels<K>(a, heads, g.delta);
+  ask_levels<K>(a, heads, g.grad_lse);
   for_heads<K>(a, heads, rows, [&](int64_t, int64_t b, int64_t h, int64_t lane) {
     const ShortHead<K> head(a, g, b, h, heads.count);
     load_queries<K>(a, g, b, h, 0, rows, w, K::kInPlace, lane);
-    head.ask_next(!w.whole);
+    head.ask_next(w);
     Visibility visible = visibility_of<K>(a, b, h, 0, rows, 0, keys, w.head_bits);
     w.bands = nullptr;
     if (visible != Visibility::kEmpty) {
@@ -84,6 +99,7 @@ SeenByHeads short_products(const Attention& a, const AttentionGrad& g, Heads hea
           a, g, b, h, 0, rows, 0, keys, in_place(head.key, a.key, a.head_dim, w.keys_in),
           in_place(head.value, a.value, a.value_dim, w.values_in), visible, lane, w.head_bits, w);
     }
+    w.ahead.ask_rest();
     seen.add(visible, w.head_bits, rows, lane);
   });
   if (heads.count > 1) w.bands = nullptr;  // each has its own; what they leave out is hidden
@@ -109,13 +125,15 @@ void write_short_head(const ShortHead<K>& head, int64_t lane, bool dirty, Backwa
       width_rows<K, kA>(x, count, weights, to, t.row, head.to_next(t, to));
   };
   if (g.grad_value.data)
-    write.template operator()<Contiguous::kAlongT>(head.read(head.grad_out, g.grad_out, rows, dv),
-                                                   keys, w.p + lane, g.grad_value);
+    write.template operator()<Contiguous::kAlongT>(
+        head.read(head.grad_out, g.grad_out, rows, dv, head.all || w.grad_out_lanes.rows), keys,
+        w.p + lane, g.grad_value);
   if (g.grad_key.data)
-    write.template operator()<Contiguous::kAlongT>(head.read(head.query, a.query, rows, d), keys,
-                                                   w.ds + lane, g.grad_key);
+    write.template operator()<Contiguous::kAlongT>(
+        head.read(head.query, a.query, rows, d, head.all || w.query_lanes.rows), keys, w.ds + lane,
+        g.grad_key);
   if (g.grad_query.data) {
-    WidthRows<K> x = head.read(head.key, a.key, keys, d);
+    WidthRows<K> x = head.read(head.key, a.key, keys, d, head.all);
     if (head.value_too) x.then = head.to_next(a.value, head.key);
     write.template operator()<Contiguous::kAlongM>(x, rows, w.ds + lane, g.grad_query);
   }

@@ -13,6 +13,13 @@ void ask_rows(const Rows& t, int64_t b, int64_t h, int64_t first, int64_t last, 
   if (!t.data) return;
   ahead.add(row_of<K>(t, b, h, first), t.row * kItem, width * kItem, min_of(kTile, last - first));
 }
+// Whether what comes after all tiles up to `end` is asked for in this one: in the last, or, where
+// that is short, in the one before, since a short one does not take long enough.
+inline bool asks_for_what_follows(int64_t begin, int64_t end, bool first) {
+  constexpr int64_t kShort = kTile / 2;
+  const int64_t after = end - (begin + kTile);
+  return after < kShort && (first || after >= -kShort);
+}
 // What this thread will most likely work on next.
 struct NextHead {
   int64_t batch, head;
@@ -102,9 +109,9 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
           value_rows = vectors_operand<K>(value, a.value.row, keys, a.value_dim, w.value, count);
         packed = true;
       }
-      if (k0 + kTile >= q.seen.end) {
+      if (asks_for_what_follows(k0, q.seen.end, k0 == seen.begin)) {
         if (with_values) ask_rows<K>(a.out, b, h, q.q0, q0 + rows, a.value_dim, w.ahead);
-        if (q0 == 0 && i + 1 == count && next.batch < a.batch) {
+        if (q0 == 0 && asks_for_what_follows(q.q0, rows, i == 0) && next.batch < a.batch) {
           ask_rows<K>(a.query, next.batch, next.head, 0, a.queries, a.head_dim, w.ahead);
           if (next.other_keys) ask_tile(next.batch, kv_head(a, next.head), 0);
         }

@@ -29,6 +29,41 @@ struct LaterHead {
   }
 };
 
+// Whether the products of queries and keys take so long that they ask for all that they will read
+// of a later head, a line with each step. (Those that take rows ask for rows alone: asking takes
+// the place of a load, of which they have as many as fit. A matrix unit's ask for nothing. Numbers
+// that are widened before are half as many bytes, and their products lose more than that is worth.)
+template <class K>
+bool asks_for_all(const Attention& a) {
+  constexpr int64_t kEnough = 16;
+  return (K::kInPlace || K::kPairs) && !K::kCut && K::Dot::kRowBlock == 1 && a.keys >= kEnough &&
+         !takes_rows<K>(a.queries, a.keys, max_of(a.head_dim, a.value_dim));
+}
+// Whether the product of `lanes` asks for the same rows of a later head; then it will.
+template <class K>
+[[gnu::always_inline]] inline bool asks_with_product(const Rows& t, int64_t b, int64_t h,
+                                                     int64_t rows, int64_t columns, bool all,
+                                                     LaneRows<K>& lanes, Ahead& ahead) {
+  if (lanes.rows)
+    lanes.next = bytes_to<K>(t, b, h, 0, lanes.rows);
+  else if (all)
+    ask_rows<K>(t, b, h, 0, rows, columns, ahead);
+  else
+    return false;
+  return true;
+}
+// Asks for lse, or what else is a number for each query, of the heads that follow, since a thread
+// would wait for it with nothing else to do.
+template <class K>
+[[gnu::always_inline]] inline void ask_levels(const Attention& a, Heads heads, const void* levels) {
+  if (!levels) return;
+  constexpr int64_t kItem = sizeof(typename K::T);
+  const int64_t bytes = heads.count * a.queries * kItem;
+  const uintptr_t first = (uintptr_t)levels + (heads.first + heads.count) * a.queries * kItem;
+  for (uintptr_t at = first; at < first + bytes + kLine; at += kLine)
+    __builtin_prefetch((const void*)at, 0, 3);
+}
+
 // to[key] |= the bits of some rows, from `lane` on.
 inline void add_bits(const uint64_t* bits, int64_t keys, int64_t rows, int64_t lane, uint64_t* to) {
   for (int64_t n = 0; n < keys; n++) to[n] |= (bits[n] & first_bits(rows)) << lane;

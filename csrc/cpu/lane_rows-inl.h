@@ -11,11 +11,18 @@ struct LaneRows {
   const typename K::S* rows = nullptr;
   int64_t stride = 0;
   typename K::T factor = 1;
+  int64_t next = 0;  // how many bytes further the rows are that are asked for beside them; 0: none
 
   LaneRows() = default;
   LaneRows(const typename K::Unit* lanes) : packed(lanes) {}
   LaneRows(const typename K::S* from, int64_t step, typename K::T times)
       : rows(from), stride(step), factor(times) {}
+  // From row r on, of rows that are not packed; whether others are asked for.
+  LaneRows from(int64_t r, bool ask) const {
+    LaneRows some(rows + r * stride, stride, factor);
+    some.next = ask ? next : 0;
+    return some;
+  }
   LaneRows at(int64_t lane) const {
     LaneRows some = *this;
     if (rows)
@@ -24,6 +31,41 @@ struct LaneRows {
       some.packed += lane;
     return some;
   }
+};
+
+// Rows that are `further` on, asked for beside others, kLines lines with each piece of work: those
+// of a row, or of two short ones, or of rows that follow one another, as if these were one. 0:
+// there are none.
+template <int kLines>
+class LaterRows {
+ public:
+  LaterRows(const void* rows, int64_t further, int64_t stride, int64_t bytes, int64_t count) {
+    if (further == 0) return;
+    const bool joined = stride == bytes, two = !joined && 2 * bytes <= kLines * kLine;
+    first_ = at_ = (const char*)((uintptr_t)rows + further);
+    step_ = joined ? kLines * kLine : two ? 2 * stride : stride;
+    second_ = two ? stride : kHalf * kLine;
+    left_ = steps_ = two ? (count + 1) / 2 : count;
+    end_ = at_ + bytes;
+    if (joined) left_ = ceil_div(count * bytes, kLines * kLine);
+  }
+  [[gnu::always_inline]] void ask() {
+    if (left_ == 0) return;
+#pragma GCC unroll 8
+    for (int i = 0; i < kLines; i++)
+      __builtin_prefetch(at_ + (i < kHalf ? 0 : second_) + (i < kHalf ? i : i - kHalf) * kLine, 0,
+                         2);
+    at_ += step_;
+    if (--left_ == 0 && first_ + kLines * kLine < end_) {  // what rows have beyond those lines
+      at_ = first_ += kLines * kLine;
+      left_ = steps_;
+    }
+  }
+
+ private:
+  static constexpr int kHalf = kLines / 2;
+  const char *at_, *first_, *end_;
+  int64_t step_, second_, steps_, left_ = 0;
 };
 
 // A long sum is cut in pieces that are added at the end: rounding errors grow with the length of a
@@ -91,11 +133,15 @@ template <class K, int kKeys, int kGroups, bool kRagged, bool kScale>
     for (int i = 0; i < (kKeys + 3) / 4; i++) key[i] += some * (int64_t)sizeof(T);
     last_key += some * (int64_t)sizeof(T);
   };
+  // A piece is 16 bytes of each row, a fourth of a line; a line more, since rows end within lines.
+  constexpr int64_t kItem = sizeof(T);
+  LaterRows<kRows / 4 + 1> later(x.rows, x.next, stride * kItem, columns * kItem, height);
   int64_t left = columns;
   for (; left >= kPiece; left -= kPiece, advance(kPiece)) {
     load();
 #pragma GCC unroll 4
     for (int c = 0; c < kPiece; c++) meet(block[c], c);
+    later.ask();
   }
   if (left > 0) {
     advance(left - kPiece);
@@ -123,10 +169,10 @@ void product_of_rows(const LaneRows<K>& x, int64_t rows, int64_t columns, const 
     const int64_t part = count > kMost ? (count + 1) / 2 : count;
     for (int64_t n = 0; n < count; n += part)
       for (int64_t r = 0; r < rows; r += K::kLanes)
-        product_of_rows<K, kScale>(
-            {x.rows + r * x.stride, x.stride, x.factor}, min_of(K::kLanes, rows - r), columns,
-            {keys.data + n * keys.m_stride, keys.m_stride, keys.t_stride}, min_of(part, count - n),
-            tile + n * kRow + r, top ? top + r : nullptr);
+        product_of_rows<K, kScale>(x.from(r, n == 0), min_of(K::kLanes, rows - r), columns,
+                                   {keys.data + n * keys.m_stride, keys.m_stride, keys.t_stride},
+                                   min_of(part, count - n), tile + n * kRow + r,
+                                   top ? top + r : nullptr);
     return;
   }
   const auto some = [&]<int kKeys>() {

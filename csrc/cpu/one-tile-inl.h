@@ -41,10 +41,10 @@ class OneTileBands {
 
 // S of the heads, in w.s, and the largest of each query, where scores_are_product, in w.top.
 // Whether some pairs are hidden; then w.bits says which. prepare(b, h) is called before each head,
-// and returns its keys.
+// and returns its keys. `asks`: for later heads.
 template <class K, class Prepare>
-bool one_tile_scores(const Attention& a, Heads heads, QueryBlock<K>& q, ForwardScratch<K>& w,
-                     const Prepare& prepare) {
+bool one_tile_scores(const Attention& a, Heads heads, bool asks, QueryBlock<K>& q,
+                     ForwardScratch<K>& w, const Prepare& prepare) {
   using T = typename K::T;
   T* const top = scores_are_product<K>(a, nullptr) ? w.top : nullptr;
   SeenByHeads seen(a.keys, w.bits);
@@ -58,10 +58,20 @@ bool one_tile_scores(const Attention& a, Heads heads, QueryBlock<K>& q, ForwardS
   };
   for_heads<K>(a, heads, q.rows, [&](int64_t, int64_t b, int64_t h, int64_t lane) {
     const Operand key_rows = prepare(b, h);
+    LaneRows<K> query = lanes(b, h);
+    const LaterHead next(a, b, h, heads.count);
+    if (asks && next.batch < a.batch) {
+      const bool all = asks_for_all<K>(a);
+      if (!asks_with_product<K>(a.query, next.batch, next.head, a.queries, a.head_dim, all, query,
+                                w.ahead))
+        ask_for<K>(a.query, next.batch, next.head, a.queries, a.head_dim);
+      if (all)
+        ask_rows<K>(a.key, next.batch, kv_head(a, next.head), 0, a.keys, a.head_dim, w.ahead);
+    }
     if constexpr (kTakesRows<K>) {
       if (in_rows && top && !hides) {  // the shortest way, for the shortest heads
         for (int64_t r = 0; r < padded<K>(q.rows); r++) top[lane + r] = -(T)INFINITY;
-        product_of_rows<K, true>(lanes(b, h), q.rows, a.head_dim, key_rows, a.keys, w.s + lane,
+        product_of_rows<K, true>(query, q.rows, a.head_dim, key_rows, a.keys, w.s + lane,
                                  top + lane);
         return seen.add(Visibility::kFull, nullptr, q.rows, lane);
       }
@@ -69,9 +79,10 @@ bool one_tile_scores(const Attention& a, Heads heads, QueryBlock<K>& q, ForwardS
     uint64_t* const bits = w.head_bits;
     Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, 0, a.keys, bits);
     if (visible != Visibility::kEmpty)
-      visible = scores<K>(a, b, h, q.q0, q.rows, 0, a.keys, lanes(b, h), key_rows, visible, bits,
-                          w.s + lane, w.extra, nullptr, top ? nullptr : bands.of(b),
-                          top ? top + lane : nullptr);
+      visible =
+          scores<K>(a, b, h, q.q0, q.rows, 0, a.keys, query, key_rows, visible, bits, w.s + lane,
+                    w.extra, &w.ahead, top ? nullptr : bands.of(b), top ? top + lane : nullptr);
+    w.ahead.ask_rest();
     seen.add(visible, bits, q.rows, lane);
   });
   return seen.partial();
@@ -82,6 +93,8 @@ void one_tile_lse(const Attention& a, Heads heads, const QueryBlock<K>& q) {
   using T = typename K::T;
   using X = typename K::X;
   T high[kRow], low[kRow];
+  ask_levels<K>(a, heads, a.lse);
+  ask_levels<K>(a, heads, a.lse_low);
   add_logs(q.vectors * K::kLanes, q.m, q.l, -(T)INFINITY, high, low);
   for_heads<K>(a, heads, q.rows, [&](int64_t i, int64_t, int64_t, int64_t lane) {
     const int64_t at = (heads.first + i) * a.queries + q.q0;
@@ -133,16 +146,14 @@ template <class K>
 void forward_one_tile(const Attention& a, Heads heads, int64_t q0, int64_t rows,
                       ForwardScratch<K>& w) {
   const int64_t keys = a.keys, columns = a.value_dim;
+  const bool asks = a.queries <= kTile, all = asks && asks_for_all<K>(a);
   QueryBlock<K>& q = w.blocks[0];
   Operand packed{nullptr, 0, 0};
   for (q.q0 = q0; q.q0 < q0 + rows; q.q0 += kTile) {
     q.rows = min_of(kTile, q0 + rows - q.q0);
     q.vectors = heads.count * vectors_of<K>(q.rows);
-    const bool beside = q.rows > kWidthGroup && a.key.row == a.value.row;
-    const bool partial = one_tile_scores<K>(a, heads, q, w, [&](int64_t b, int64_t h) {
-      const LaterHead next(a, b, h, heads.count);
-      if (a.queries <= kTile && next.batch < a.batch)
-        ask_for<K>(a.query, next.batch, next.head, q.rows, a.head_dim);
+    const bool beside = !all && q.rows > kWidthGroup && a.key.row == a.value.row;
+    const bool partial = one_tile_scores<K>(a, heads, asks, q, w, [&](int64_t b, int64_t h) {
       const typename K::S* key = row_of<K>(a.key, b, kv_head(a, h), 0);
       if (K::kInPlace && rows <= kTile)
         return Operand{(const char*)key, a.key.row * (int64_t)sizeof(*key), sizeof(*key)};
@@ -158,13 +169,13 @@ void forward_one_tile(const Attention& a, Heads heads, int64_t q0, int64_t rows,
       WidthRows<K> values{value, a.value.row, keys, columns};
       int64_t to_next = 0;
       const LaterHead next(a, b, h, heads.count);
-      if (a.queries <= kTile && next.batch < a.batch) {
+      if (asks && next.batch < a.batch) {
         const int64_t kv = kv_head(a, next.head);
         to_next = bytes_to<K>(a.out, next.batch, next.head, 0, to);
         values.next = bytes_to<K>(a.value, next.batch, kv, 0, value);
         if (beside)
           values.then = bytes_to<K>(a.key, next.batch, kv, 0, value);
-        else
+        else if (!all)
           ask_for<K>(a.key, next.batch, kv, keys, a.head_dim);
       }
       if (partial && !all_finite<K>(value, a.value.row, keys, columns)) {

@@ -27,10 +27,16 @@ class Ahead {
   // rows are too long.
   void add(const void* first, int64_t stride, int64_t bytes, int64_t rows) {
     const int64_t longest = stride % kTwoPages == 0 ? kLongest : longest_;
-    if (rows > 0 && bytes > 0 && bytes <= longest && end_ - begin_ < kMost)
-      pieces_[end_++ % kMost] = {(const char*)first, stride, bytes, rows};
+    if (rows <= 0 || bytes <= 0 || bytes > longest || end_ - begin_ == kMost) return;
+    const bool joined = stride == bytes;  // the rows follow one another
+    pieces_[end_++ % kMost] = {(const char*)first, stride, joined ? bytes * rows : bytes,
+                               joined ? 1 : rows};
   }
   bool waiting() const { return begin_ != end_ || rows_.rows != 0 || at_.line != at_.end; }
+  // What is left of it, at once.
+  void ask_rest() {
+    while (waiting()) ask(at_);
+  }
 
   // Lines of a row. A loop keeps them in registers: it begins where the last one has stopped, asks
   // for one with each step, and says in the end where it stopped.
