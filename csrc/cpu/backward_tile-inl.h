@@ -46,8 +46,8 @@ struct BackwardScratch : GradScratch<K> {
     const bool all_once = may_meet_once<K>(a) && !a.uniform_empty_rows;
     const int64_t length = (all_once ? 1 : tiles) * kTile, sums = all_once ? 0 : length;
     const int64_t rows = all_once ? 0 : kTogether<K> * units_of<K>(kTile);
-    query_rows = arena.take<Unit>(rows * d);
-    grad_out_rows = arena.take<Unit>(rows * dv);
+    query_rows = arena.take<Unit>(rows * vectors_width<K>(a.head_dim));
+    grad_out_rows = arena.take<Unit>(rows * vectors_width<K>(a.value_dim));
     keys_in = arena.take<Unit>(length * operand_width<K>(a.head_dim));
     keys_across = arena.take<Unit>(K::kPairs ? length / 2 * d : 0);
     values_in = arena.take<Unit>(length * operand_width<K>(a.value_dim));
@@ -85,8 +85,8 @@ struct BackwardScratch : GradScratch<K> {
     w.shift = o.shift;
     w.total = o.total;
     w.grad_query = o.grad_query;
-    w.query_rows += i * units_of<K>(kTile) * padded<K>(a.head_dim);
-    w.grad_out_rows += i * units_of<K>(kTile) * padded<K>(a.value_dim);
+    w.query_rows += i * units_of<K>(kTile) * vectors_width<K>(a.head_dim);
+    w.grad_out_rows += i * units_of<K>(kTile) * vectors_width<K>(a.value_dim);
     w.p_queries += i * kRow / 2;
     w.ds_queries += i * kRow / 2;
     return w;

@@ -244,7 +244,7 @@ class FewScan {
       const int64_t some = min_of(together_, keys - n), then = n + ahead_;
       NextRows next;
       if (!in_order_ && !kBeside) {
-        const int64_t units = task_.heads * some;
+        const int64_t units = task_.heads * some * few_groups<K>(rows, a_.value_dim);
         next = then < keys
                    ? rows_ahead(a_.value, a_.value_dim, k0 + then, k0 + keys, units)
                    : rows_ahead(a_.key, a_.head_dim, k0 + kTile + then - keys, seen_.end, units);

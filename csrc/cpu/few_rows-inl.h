@@ -12,11 +12,23 @@ inline FewRow few_row(const Attention& a, int64_t kv, int64_t row) {
   return {kv * (a.heads / a.kv_heads) + row / a.queries, row % a.queries};
 }
 
-// Blocks of keys in which few_scores takes the first of by_rows.
+// The first of by_rows; the blocks of keys in which few_scores takes it, and the groups of columns
+// in which few_values does, of so many vectors each.
+template <class K>
+int64_t few_first(int64_t rows) {
+  return rows > 2 && K::kLanes >= 4 ? 4 : min_of(rows, 2);
+}
 template <class K>
 int64_t few_blocks(int64_t rows, int64_t keys) {
-  const int64_t together = rows > 2 && K::kLanes >= 4 ? 4 : min_of(rows, 2);
-  return ceil_div(keys, K::kLanes / together);
+  return ceil_div(keys, K::kLanes / few_first<K>(rows));
+}
+template <class K>
+constexpr int few_vectors(int64_t rows) {
+  return K::X::kRegisters / 2 / rows < 8 ? (int)(K::X::kRegisters / 2 / rows) : 8;
+}
+template <class K>
+int64_t few_groups(int64_t rows, int64_t width) {
+  return max_of(1, ceil_div(width, few_vectors<K>(few_first<K>(rows)) * K::kLanes));
 }
 
 // The bias of one row, added to its scores; a bias of -inf hides its key.
@@ -187,7 +199,7 @@ void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64
 template <class K, int kRows, bool kInOrder = false>
 void few_values(const typename K::S* value, int64_t stride, int64_t keys, int64_t width,
                 const typename K::T* s, typename K::T* out, int64_t ld, FewAsk<K> ask = {}) {
-  constexpr int kSums = K::X::kRegisters / 2, kMost = kSums / kRows < 8 ? kSums / kRows : 8;
+  constexpr int kMost = few_vectors<K>(kRows);
   constexpr bool kBeside = kAsksBeside<typename K::X, kInOrder>;
   typename K::Unit room[kRows * kFewUnits<K>];
   const typename K::Unit* const weights = few_weights<K, kRows>(s, keys, room);
@@ -202,7 +214,7 @@ void few_values(const typename K::S* value, int64_t stride, int64_t keys, int64_
       if (kBeside && ask.then) {
         add.template operator()<Asks::kBeside>();
         ask.then += kWidth;
-      } else if (ask.next && d == 0) {
+      } else if (ask.next) {
         add.template operator()<Asks::kNext>();
       } else {
         add.template operator()<Asks::kNothing>();

@@ -105,7 +105,8 @@ struct ForwardScratch {
       q.l = arena.take<T>(kRow);
     }
     key = arena.take<Unit>(kTile * operand_width<K>(a.head_dim));
-    value = arena.take<Unit>(kTile * operand_width<K>(a.value_dim));
+    value = arena.take<Unit>(kTile *
+                             max_of(operand_width<K>(a.value_dim), vectors_width<K>(a.value_dim)));
     pairs = arena.take<Unit>(K::kPairs ? kTile * kRow / 2 : 0);
     s = arena.take<T>(kTile * kRow);
     top = arena.take<T>(kRow);

@@ -71,20 +71,29 @@ void score_product(const Operand& rows, int64_t keys, int64_t columns, const Lan
 }
 
 // Rows that will be wanted next: asked for in their order, a share with each of `units` pieces of
-// work.
+// work; from Zen 5 on into the nearest cache, unless they lie so far apart that they share few of
+// its sets.
 class NextRows {
  public:
   NextRows() = default;
   NextRows(const char* data, int64_t stride, int64_t bytes, int64_t rows, int64_t units)
       : row_(data), stride_(stride), bytes_(bytes), rows_(rows) {
     share_ = ceil_div(rows * ceil_div(bytes, kLine), max_of(1, units));
+    constexpr int64_t kSets = 64;
+    nearest_ = whole_vectors() && (2 * bytes >= stride || bytes >= kSets * kLine);
   }
   [[gnu::always_inline]] void ask() {
     if (rows_ <= 0) return;
+    nearest_ ? ask_into<3>() : ask_into<2>();
+  }
+
+ private:
+  template <int kCache>  // as __builtin_prefetch numbers them
+  [[gnu::always_inline]] void ask_into() {
     const char* row = row_;  // in registers: this stands beside every few multiply-adds
     int64_t at = at_, rows = rows_;
     for (int64_t i = share_; i > 0; i--) {
-      __builtin_prefetch(row + at, 0, 2);
+      __builtin_prefetch(row + at, 0, kCache);
       if ((at += kLine) < bytes_) continue;
       at = 0;
       row += stride_;
@@ -95,9 +104,9 @@ class NextRows {
     rows_ = rows;
   }
 
- private:
   const char* row_ = nullptr;
   int64_t stride_ = 0, bytes_ = 0, rows_ = 0, share_ = 0, at_ = 0;
+  bool nearest_ = false;
 };
 
 // Beside each row of few queries' K or V, the one X::kAskedBeside rows on is asked for, into the
