@@ -580,30 +580,44 @@ def test_large_keys_on_any_number_of_threads() -> None:
 
 @pytest.mark.isa
 @pytest.mark.parametrize("hides", ["mask", "bias"])
+@pytest.mark.parametrize("width", [32, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_whole_tiles_beside_what_is_not_finite(dtype: torch.dtype, hides: str) -> None:
-    """Who does not see a key, or is not seen by a query, that holds NaN has the gradients it has without."""
+def test_whole_tiles_beside_what_is_not_finite(dtype: torch.dtype, width: int, hides: str) -> None:
+    """Who does not see a key, or is not seen by a query, that holds NaN has the gradients it has without.
+
+    Rows of 1 KB stand further apart where they are packed, and what is packed again for a tile that
+    holds NaN is wanted by the next one as it was.
+    """
     generator = torch.Generator().manual_seed(0)
-    shapes = ((1, 2, 128, 32), (1, 2, 192, 32), (1, 2, 192, 32), (1, 2, 128, 32))
-    operands = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    seen = torch.rand(128, 192, generator=generator) > 0.3
+    operands = [
+        torch.randn((1, tokens, 2, width), generator=generator).to(dtype).transpose(1, 2)
+        for tokens in (128, 640, 640, 128)
+    ]
+    seen = torch.rand(128, 640, generator=generator) > 0.3
     seen[:64, 100] = False  # of query tile 0 nobody sees key 100
-    seen[10, 64:] = False  # key tiles 1 and 2 are not seen by query 10
-    pairs = torch.zeros(128, 192).masked_fill(~seen, -torch.inf).to(dtype)
+    seen[10, 64:] = False  # of the keys only tile 0 is seen by query 10
+    seen[:, 70] = False  # key 70 is not seen at all
+    pairs = torch.zeros(128, 640).masked_fill(~seen, -torch.inf).to(dtype)
     options = {"mask": seen} if hides == "mask" else {"bias": pairs}
 
     def gradients(poisoned: str) -> list[torch.Tensor]:
         query, key, value, grad = (tensor.clone() for tensor in operands)
         if poisoned == "key":
             key[:, :, 100], value[:, :, 100] = torch.nan, torch.inf
+        if poisoned == "hidden key":
+            key[:, :, 70], value[:, :, 70] = torch.nan, torch.inf
         if poisoned == "query":
             query[:, :, 10], grad[:, :, 10] = torch.nan, torch.inf
         leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
         out = mha_ext.attention(*leaves, **options)
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
-    clean, beside_key, beside_query = map(gradients, ("nothing", "key", "query"))
+    clean, hidden, beside_key, beside_query = map(
+        gradients, ("nothing", "hidden key", "key", "query")
+    )
     near = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
+    for found, wanted in zip(hidden, clean, strict=True):
+        torch.testing.assert_close(found, wanted, **near)
     for found, wanted in zip(beside_key[:2], clean[:2], strict=True):
         torch.testing.assert_close(found[:, :, :64], wanted[:, :, :64], **near)
         assert found[:, :, 64:].isnan().any()

@@ -164,7 +164,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
     const bool last_block = q.block + 1 == blocks, last_head = h + 1 == (kv + 1) * group;
     const bool ends = asks_for_what_follows(q.q0, a.queries, q.block == 0);
     // Before the last tile of keys: what is asked for earlier may be gone again.
-    if (asks_for_what_follows(k0, min_of(q.seen.end, end), k0 == begin)) {
+    if (asks_for_what_follows(k0, min_of(q.seen.end, end), k0 <= max_of(begin, q.seen.begin))) {
       if (writes_query) ask_rows<K>(g.grad_query, b, h, q.q0, a.queries, a.head_dim, ahead);
       if (!last_block) ask_queries(b, h, q.q0 + kTile, ahead);
       if (ends && !last_head)

@@ -34,18 +34,24 @@ struct ShortHead {
     grad_out = row_of<K>(g.grad_out, b, h, 0);
   }
 
+  // Whether the product of these lanes asks for those of the next head. The scores of few queries
+  // are made otherwise.
+  bool with_product(const BackwardScratch<K>& w, const LaneRows<K>& lanes) const {
+    const bool made_otherwise = &lanes == &w.query_lanes && has_few_queries(a, K::kLimits);
+    return !made_otherwise && (all || lanes.rows);
+  }
   // What no gradient asks for beside the rows that it reads.
   [[gnu::always_inline]] void ask_next(BackwardScratch<K>& w) const {
     if (!ahead) return;
     const auto ask = [&](const Rows& queries, bool queries_beside, const Rows& keys,
                          bool keys_beside, int64_t columns,
                          LaneRows<K>& lanes) __attribute__((always_inline)) {
-      if (!asks_with_product<K>(queries, next.batch, next.kv_head, a.queries, columns, all, lanes,
-                                w.ahead) &&
-          !queries_beside)
+      if (with_product(w, lanes))
+        ask_with_product<K>(queries, next.batch, next.kv_head, a.queries, columns, lanes, w.ahead);
+      else if (!queries_beside)
         ask_for<K>(queries, next.batch, next.kv_head, a.queries, columns);
       if (all)
-        ask_rows<K>(keys, next.batch, next.kv_head, 0, a.keys, columns, w.ahead);
+        ask_head<K>(keys, next.batch, next.kv_head, a.keys, columns, w.ahead);
       else if (!keys_beside)
         ask_for<K>(keys, next.batch, next.kv_head, a.keys, columns);
     };
@@ -53,6 +59,12 @@ struct ShortHead {
     if (!g.grad_out.data) return;
     ask(g.grad_out, g.grad_value.data, a.value, value_too, a.value_dim, w.grad_out_lanes);
     if (!w.whole) ask_for<K>(a.out, next.batch, next.kv_head, a.queries, a.value_dim);
+  }
+  // lse and the like, of as many heads.
+  [[gnu::always_inline]] void ask_next_levels(int64_t heads) const {
+    const int64_t first = (next.batch * a.heads + next.kv_head) * a.queries;
+    const void* const levels[] = {a.lse, a.lse_low, g.delta, g.grad_lse};
+    for (const void* each : levels) ask_levels<K>(each, first, heads * a.queries);
   }
   int64_t to_next(const Rows& t, const void* here) const {
     return ahead ? bytes_to<K>(t, next.batch, next.kv_head, 0, here) : 0;
@@ -83,12 +95,9 @@ SeenByHeads short_products(const Attention& a, const AttentionGrad& g, Heads hea
   };
   SeenByHeads seen(keys, w.bits);
   w.paired = false;
-  ask_levels<K>(a, heads, a.lse);
-  ask_levels<K>(a, heads, a.lse_low);
-  ask_levels<K>(a, heads, g.delta);
-  ask_levels<K>(a, heads, g.grad_lse);
-  for_heads<K>(a, heads, rows, [&](int64_t, int64_t b, int64_t h, int64_t lane) {
+  for_heads<K>(a, heads, rows, [&](int64_t i, int64_t b, int64_t h, int64_t lane) {
     const ShortHead<K> head(a, g, b, h, heads.count);
+    if (i == 0) head.ask_next_levels(heads.count);
     load_queries<K>(a, g, b, h, 0, rows, w, K::kInPlace, lane);
     head.ask_next(w);
     Visibility visible = visibility_of<K>(a, b, h, 0, rows, 0, keys, w.head_bits);
@@ -126,12 +135,12 @@ void write_short_head(const ShortHead<K>& head, int64_t lane, bool dirty, Backwa
   };
   if (g.grad_value.data)
     write.template operator()<Contiguous::kAlongT>(
-        head.read(head.grad_out, g.grad_out, rows, dv, head.all || w.grad_out_lanes.rows), keys,
-        w.p + lane, g.grad_value);
+        head.read(head.grad_out, g.grad_out, rows, dv, head.with_product(w, w.grad_out_lanes)),
+        keys, w.p + lane, g.grad_value);
   if (g.grad_key.data)
     write.template operator()<Contiguous::kAlongT>(
-        head.read(head.query, a.query, rows, d, head.all || w.query_lanes.rows), keys, w.ds + lane,
-        g.grad_key);
+        head.read(head.query, a.query, rows, d, head.with_product(w, w.query_lanes)), keys,
+        w.ds + lane, g.grad_key);
   if (g.grad_query.data) {
     WidthRows<K> x = head.read(head.key, a.key, keys, d, head.all);
     if (head.value_too) x.then = head.to_next(a.value, head.key);

@@ -266,15 +266,13 @@ void add_dirty_gradients(const Attention& a, const AttentionGrad& g, const TileP
   if (g.grad_query.data)
     add_nonfinite_lanes<K>(w.ds, w.bits, tile.key, a.key.row, keys, d, tile.grad_query);
   if (w.once) return write_key_gradients<K>(a, g, tile, true, w);
+  TilePlace<K> clean = tile;
   if (g.grad_out.data) {
     clean_copy<K>(tile.grad_out, g.grad_out.row, rows, dv, w.clean);
-    pack_rows<K>(w.clean, dv, rows, dv, w.grad_out_rows, ldv);
+    clean.grad_out_rows = packed_vectors<K>(w.clean, dv, rows, dv, w.grad_out_rows);
   }
   clean_copy<K>(tile.query, a.query.row, rows, d, w.clean);
-  pack_rows<K>(w.clean, d, rows, d, w.query_rows, ld);
-  TilePlace<K> clean = tile;
-  clean.query_rows = {w.query_rows, ld};
-  clean.grad_out_rows = {w.grad_out_rows, ldv};
+  clean.query_rows = packed_vectors<K>(w.clean, d, rows, d, w.query_rows);
   add_key_gradients<K>(a, g, clean, w);
   if (g.grad_value.data)
     add_nonfinite_rows<K>(w.p, w.bits, tile.grad_out, g.grad_out.row, rows, keys, dv,
@@ -283,8 +281,8 @@ void add_dirty_gradients(const Attention& a, const AttentionGrad& g, const TileP
     add_nonfinite_rows<K>(w.ds, w.bits, tile.query, a.query.row, rows, keys, d,
                           w.grad_key + tile.at * ld, ld);
   // The next tile wants them as they were.
-  if (g.grad_out.data) pack_rows<K>(tile.grad_out, g.grad_out.row, rows, dv, w.grad_out_rows, ldv);
-  pack_rows<K>(tile.query, a.query.row, rows, d, w.query_rows, ld);
+  if (g.grad_out.data) packed_vectors<K>(tile.grad_out, g.grad_out.row, rows, dv, w.grad_out_rows);
+  packed_vectors<K>(tile.query, a.query.row, rows, d, w.query_rows);
 }
 
 }  // namespace

@@ -244,7 +244,7 @@ class FewScan {
       const int64_t some = min_of(together_, keys - n), then = n + ahead_;
       NextRows next;
       if (!in_order_ && !kBeside) {
-        const int64_t units = task_.heads * some * few_groups<K>(rows, a_.value_dim);
+        const int64_t units = task_.heads * some * groups_;
         next = then < keys
                    ? rows_ahead(a_.value, a_.value_dim, k0 + then, k0 + keys, units)
                    : rows_ahead(a_.key, a_.head_dim, k0 + kTile + then - keys, seen_.end, units);
@@ -273,6 +273,7 @@ class FewScan {
   const int64_t ld_ = few_width<K>(a_.head_dim), ldv_ = few_width<K>(a_.value_dim);
   const int64_t ld_rows_ = few_rows(a_), ahead_ = keys_ahead(a_, task_.heads);
   const int64_t ld_s_ = round_up(task_.rows, 4);
+  const int64_t groups_ = few_groups<K>(task_.rows, a_.value_dim);
   const bool in_order_ = few_in_order(a_, task_.heads, task_.rows, K::kLimits);
   const int64_t together_ = in_order_ ? keys_in_order(a_, task_) : kFewKeys;
   Range seen_, chunk_;  // chunk_: of the tiles that are read together

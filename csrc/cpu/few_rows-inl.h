@@ -27,8 +27,15 @@ constexpr int few_vectors(int64_t rows) {
   return K::X::kRegisters / 2 / rows < 8 ? (int)(K::X::kRegisters / 2 / rows) : 8;
 }
 template <class K>
+constexpr int kFewVectors = K::kApart ? 2 : 1;  // that are loaded together
+template <class K>
 int64_t few_groups(int64_t rows, int64_t width) {
-  return max_of(1, ceil_div(width, few_vectors<K>(few_first<K>(rows)) * K::kLanes));
+  const int64_t most = few_vectors<K>(few_first<K>(rows));
+  const int64_t vectors[] = {most, min_of(most, 4), kFewVectors<K>};
+  int64_t groups = 0, d = 0;
+  for (const int64_t some : vectors)
+    for (; width - d > (some - kFewVectors<K>)*K::kLanes; d += some * K::kLanes) groups++;
+  return max_of(1, groups);
 }
 
 // The bias of one row, added to its scores; a bias of -inf hides its key.
@@ -126,8 +133,6 @@ template <class K, bool kBoth, int kVectors>
     v[i + 1] = K::Dot::pair_columns_of(x, y, 1);
   }
 }
-template <class K>
-constexpr int kFewVectors = K::kApart ? 2 : 1;  // that are loaded together
 
 // Weights of keys for so many rows, s[row][key], as the products with values take them: two keys in
 // a unit where values are pairs.

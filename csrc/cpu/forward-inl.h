@@ -109,7 +109,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
           value_rows = vectors_operand<K>(value, a.value.row, keys, a.value_dim, w.value, count);
         packed = true;
       }
-      if (asks_for_what_follows(k0, q.seen.end, k0 == seen.begin)) {
+      if (asks_for_what_follows(k0, q.seen.end, k0 <= max_of(seen.begin, q.seen.begin))) {
         if (with_values) ask_rows<K>(a.out, b, h, q.q0, q0 + rows, a.value_dim, w.ahead);
         if (q0 == 0 && asks_for_what_follows(q.q0, rows, i == 0) && next.batch < a.batch) {
           ask_rows<K>(a.query, next.batch, next.head, 0, a.queries, a.head_dim, w.ahead);

@@ -39,28 +39,30 @@ bool asks_for_all(const Attention& a) {
   return (K::kInPlace || K::kPairs) && !K::kCut && K::Dot::kRowBlock == 1 && a.keys >= kEnough &&
          !takes_rows<K>(a.queries, a.keys, max_of(a.head_dim, a.value_dim));
 }
-// Whether the product of `lanes` asks for the same rows of a later head; then it will.
 template <class K>
-[[gnu::always_inline]] inline bool asks_with_product(const Rows& t, int64_t b, int64_t h,
-                                                     int64_t rows, int64_t columns, bool all,
-                                                     LaneRows<K>& lanes, Ahead& ahead) {
+void ask_head(const Rows& t, int64_t b, int64_t h, int64_t rows, int64_t columns, Ahead& ahead) {
+  constexpr int64_t kItem = sizeof(typename K::S);
+  ahead.add(row_of<K>(t, b, h, 0), t.row * kItem, columns * kItem, rows, true);
+}
+// Has the product of `lanes` ask for the same rows of a later head: beside those, where it takes
+// rows, or with what is ahead.
+template <class K>
+[[gnu::always_inline]] inline void ask_with_product(const Rows& t, int64_t b, int64_t h,
+                                                    int64_t rows, int64_t columns,
+                                                    LaneRows<K>& lanes, Ahead& ahead) {
   if (lanes.rows)
     lanes.next = bytes_to<K>(t, b, h, 0, lanes.rows);
-  else if (all)
-    ask_rows<K>(t, b, h, 0, rows, columns, ahead);
   else
-    return false;
-  return true;
+    ask_head<K>(t, b, h, rows, columns, ahead);
 }
-// Asks for lse, or what else is a number for each query, of the heads that follow, since a thread
-// would wait for it with nothing else to do.
+// Asks for `count` numbers from `first` on of lse, or what else is a number for each query, into
+// the nearest cache: a thread would wait for them with nothing else to do.
 template <class K>
-[[gnu::always_inline]] inline void ask_levels(const Attention& a, Heads heads, const void* levels) {
+[[gnu::always_inline]] inline void ask_levels(const void* levels, int64_t first, int64_t count) {
   if (!levels) return;
   constexpr int64_t kItem = sizeof(typename K::T);
-  const int64_t bytes = heads.count * a.queries * kItem;
-  const uintptr_t first = (uintptr_t)levels + (heads.first + heads.count) * a.queries * kItem;
-  for (uintptr_t at = first; at < first + bytes + kLine; at += kLine)
+  const uintptr_t begin = (uintptr_t)levels + first * kItem;
+  for (uintptr_t at = begin; at < begin + count * kItem + kLine; at += kLine)
     __builtin_prefetch((const void*)at, 0, 3);
 }
 

@@ -33,20 +33,20 @@ struct LaneRows {
   }
 };
 
-// Rows that are `further` on, asked for beside others, kLines lines with each piece of work: those
-// of a row, or of two short ones, or of rows that follow one another, as if these were one. 0:
-// there are none.
+// Rows that are `further` bytes on (0: there are none), asked for beside others, kLines lines with
+// each piece of work: those of a row, or of two short ones, or of rows that follow one another, as
+// if these were one.
 template <int kLines>
 class LaterRows {
  public:
   LaterRows(const void* rows, int64_t further, int64_t stride, int64_t bytes, int64_t count) {
     if (further == 0) return;
-    const bool joined = stride == bytes, two = !joined && 2 * bytes <= kLines * kLine;
+    const bool joined = stride == bytes, two = !joined && bytes <= kHalf * kLine;
     first_ = at_ = (const char*)((uintptr_t)rows + further);
     step_ = joined ? kLines * kLine : two ? 2 * stride : stride;
     second_ = two ? stride : kHalf * kLine;
     left_ = steps_ = two ? (count + 1) / 2 : count;
-    end_ = at_ + bytes;
+    end_ = joined ? at_ : at_ + bytes;
     if (joined) left_ = ceil_div(count * bytes, kLines * kLine);
   }
   [[gnu::always_inline]] void ask() {

@@ -41,9 +41,9 @@ class OneTileBands {
 
 // S of the heads, in w.s, and the largest of each query, where scores_are_product, in w.top.
 // Whether some pairs are hidden; then w.bits says which. prepare(b, h) is called before each head,
-// and returns its keys. `asks`: for later heads.
+// and returns its keys. `asks`: for later heads, and `all` as asks_for_all says.
 template <class K, class Prepare>
-bool one_tile_scores(const Attention& a, Heads heads, bool asks, QueryBlock<K>& q,
+bool one_tile_scores(const Attention& a, Heads heads, bool asks, bool all, QueryBlock<K>& q,
                      ForwardScratch<K>& w, const Prepare& prepare) {
   using T = typename K::T;
   T* const top = scores_are_product<K>(a, nullptr) ? w.top : nullptr;
@@ -61,18 +61,18 @@ bool one_tile_scores(const Attention& a, Heads heads, bool asks, QueryBlock<K>& 
     LaneRows<K> query = lanes(b, h);
     const LaterHead next(a, b, h, heads.count);
     if (asks && next.batch < a.batch) {
-      const bool all = asks_for_all<K>(a);
-      if (!asks_with_product<K>(a.query, next.batch, next.head, a.queries, a.head_dim, all, query,
-                                w.ahead))
+      if (all || in_rows)
+        ask_with_product<K>(a.query, next.batch, next.head, a.queries, a.head_dim, query, w.ahead);
+      else
         ask_for<K>(a.query, next.batch, next.head, a.queries, a.head_dim);
-      if (all)
-        ask_rows<K>(a.key, next.batch, kv_head(a, next.head), 0, a.keys, a.head_dim, w.ahead);
+      if (all) ask_head<K>(a.key, next.batch, kv_head(a, next.head), a.keys, a.head_dim, w.ahead);
     }
     if constexpr (kTakesRows<K>) {
       if (in_rows && top && !hides) {  // the shortest way, for the shortest heads
         for (int64_t r = 0; r < padded<K>(q.rows); r++) top[lane + r] = -(T)INFINITY;
         product_of_rows<K, true>(query, q.rows, a.head_dim, key_rows, a.keys, w.s + lane,
                                  top + lane);
+        w.ahead.ask_rest();
         return seen.add(Visibility::kFull, nullptr, q.rows, lane);
       }
     }
@@ -93,8 +93,11 @@ void one_tile_lse(const Attention& a, Heads heads, const QueryBlock<K>& q) {
   using T = typename K::T;
   using X = typename K::X;
   T high[kRow], low[kRow];
-  ask_levels<K>(a, heads, a.lse);
-  ask_levels<K>(a, heads, a.lse_low);
+  if (a.queries <= kTile) {
+    const int64_t next = (heads.first + heads.count) * a.queries, count = heads.count * a.queries;
+    ask_levels<K>(a.lse, next, count);
+    ask_levels<K>(a.lse_low, next, count);
+  }
   add_logs(q.vectors * K::kLanes, q.m, q.l, -(T)INFINITY, high, low);
   for_heads<K>(a, heads, q.rows, [&](int64_t i, int64_t, int64_t, int64_t lane) {
     const int64_t at = (heads.first + i) * a.queries + q.q0;
@@ -153,7 +156,7 @@ void forward_one_tile(const Attention& a, Heads heads, int64_t q0, int64_t rows,
     q.rows = min_of(kTile, q0 + rows - q.q0);
     q.vectors = heads.count * vectors_of<K>(q.rows);
     const bool beside = !all && q.rows > kWidthGroup && a.key.row == a.value.row;
-    const bool partial = one_tile_scores<K>(a, heads, asks, q, w, [&](int64_t b, int64_t h) {
+    const bool partial = one_tile_scores<K>(a, heads, asks, all, q, w, [&](int64_t b, int64_t h) {
       const typename K::S* key = row_of<K>(a.key, b, kv_head(a, h), 0);
       if (K::kInPlace && rows <= kTile)
         return Operand{(const char*)key, a.key.row * (int64_t)sizeof(*key), sizeof(*key)};

@@ -24,10 +24,12 @@ class Ahead {
   // pairs of pages apart: such lines share few sets of a cache.
   explicit Ahead(int64_t longest = kLongest) : longest_(longest) {}
   // `rows` rows of `bytes` bytes, `stride` bytes apart; forgotten where many are waiting, and where
-  // rows are too long.
-  void add(const void* first, int64_t stride, int64_t bytes, int64_t rows) {
+  // rows are too long, unless `any_length` is wanted.
+  void add(const void* first, int64_t stride, int64_t bytes, int64_t rows,
+           bool any_length = false) {
     const int64_t longest = stride % kTwoPages == 0 ? kLongest : longest_;
-    if (rows <= 0 || bytes <= 0 || bytes > longest || end_ - begin_ == kMost) return;
+    if (rows <= 0 || bytes <= 0 || end_ - begin_ == kMost) return;
+    if (bytes > longest && !any_length) return;
     const bool joined = stride == bytes;  // the rows follow one another
     pieces_[end_++ % kMost] = {(const char*)first, stride, joined ? bytes * rows : bytes,
                                joined ? 1 : rows};

@@ -267,13 +267,20 @@ struct VectorRows {
   const typename K::Unit* data;
   int64_t ld;
 };
-// How far packed ones are apart: of rows of 1 KB and more, a panel's pieces would share a fourth of
-// the sets of a cache, or fewer, if these were not a line longer.
+// How far packed ones are apart: of rows of whole KB, a panel's pieces would share a fourth of the
+// sets of a cache, or fewer, if these were not a line longer.
 template <class K>
 int64_t vectors_width(int64_t columns) {
   constexpr int64_t kItem = sizeof(typename K::Unit), kLong = 1024;
   const int64_t ld = padded<K>(columns);
   return !K::kPairs && ld > 0 && ld * kItem % kLong == 0 ? ld + kLine / kItem : ld;
+}
+template <class K>
+VectorRows<K> packed_vectors(const typename K::S* from, int64_t stride, int64_t rows,
+                             int64_t columns, typename K::Unit* scratch) {
+  const int64_t ld = vectors_width<K>(columns);
+  pack_rows<K>(from, stride, rows, columns, scratch, ld);
+  return {scratch, ld};
 }
 // In place, where product_columns reads no more than these columns, or packed. `tiles` of keys read
 // them.
@@ -283,9 +290,7 @@ VectorRows<K> vectors_operand(const typename K::S* from, int64_t stride, int64_t
   if constexpr (K::kInPlace)
     if (K::vectors_in_place(stride, columns, tiles) && columns % K::X::Half::kLanes == 0)
       return {from, stride};
-  const int64_t ld = vectors_width<K>(columns);
-  pack_rows<K>(from, stride, rows, columns, scratch, ld);
-  return {scratch, ld};
+  return packed_vectors<K>(from, stride, rows, columns, scratch);
 }
 
 // K or V as A with t = row.

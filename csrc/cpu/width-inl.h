@@ -5,11 +5,12 @@ namespace {
 
 // Heads are short, and no machine foresees where the next one starts. So what it reads and writes
 // is asked for, into the second cache: the few buffers that wait for lines of the first one would
-// hold up everything else. Only the output of forward is asked into the first: nothing else is
-// written, and stores that wait for a line hold up those behind them. Where rows of this head are
-// read or written here, the same places of the next one are asked for meanwhile, by an instruction
-// for each line; many at once would wait for one another. By the last byte of a line's worth: the
-// line of the first one is often that in which the row before it, or the head before, has ended.
+// hold up everything else. Only the output of forward is asked into the first (and lse, of which
+// there is little): nothing else is written, and stores that wait for a line hold up those behind
+// them. Where rows of this head are read or written here, the same places of the next one are asked
+// for meanwhile, by an instruction for each line; many at once would wait for one another. By the
+// last byte of a line's worth: the line of the first one is often that in which the row before it,
+// or the head before, has ended.
 enum class Cache { kSecond = 2, kFirst = 3 };  // as __builtin_prefetch numbers them
 template <int64_t kBytes, Cache kInto = Cache::kSecond>
 [[gnu::always_inline]] inline void ask_beside(const void* piece, int64_t next) {
