@@ -15,8 +15,10 @@ struct ShortHead {
   const AttentionGrad& g;
   int64_t b, h;
   NextPart next;
-  bool ahead;      // there is a next head
-  bool all;        // the products of queries and keys ask for it; pairs have no room for that
+  bool ahead;  // there is a next head
+  bool all;    // the products of queries and keys ask for it; pairs have no room for that
+  // These products ask for its Q, and for its dO. The scores of few queries are made otherwise.
+  bool asks_query, asks_grad_out;
   bool value_too;  // its values are asked for beside grad_query
   const S *query, *key, *value, *grad_out;
 
@@ -27,6 +29,9 @@ struct ShortHead {
     next = together > 1 ? NextPart{later.batch, later.head, 0} : next_head(a, g, b, h);
     ahead = next.batch < a.batch;
     all = !K::kPairs && asks_for_all<K>(a);
+    asks_query =
+        (all || takes_rows<K>(a.queries, a.keys, a.head_dim)) && !has_few_queries(a, K::kLimits);
+    asks_grad_out = all || takes_rows<K>(a.queries, a.keys, a.value_dim);
     value_too = !all && g.grad_query.data && a.queries > kWidthGroup && a.value.row == a.key.row;
     query = row_of<K>(a.query, b, h, 0);
     key = row_of<K>(a.key, b, h, 0);
@@ -34,19 +39,13 @@ struct ShortHead {
     grad_out = row_of<K>(g.grad_out, b, h, 0);
   }
 
-  // Whether the product of these lanes asks for those of the next head. The scores of few queries
-  // are made otherwise.
-  bool with_product(const BackwardScratch<K>& w, const LaneRows<K>& lanes) const {
-    const bool made_otherwise = &lanes == &w.query_lanes && has_few_queries(a, K::kLimits);
-    return !made_otherwise && (all || lanes.rows);
-  }
   // What no gradient asks for beside the rows that it reads.
   [[gnu::always_inline]] void ask_next(BackwardScratch<K>& w) const {
     if (!ahead) return;
-    const auto ask = [&](const Rows& queries, bool queries_beside, const Rows& keys,
-                         bool keys_beside, int64_t columns,
+    const auto ask = [&](const Rows& queries, bool with_product, bool queries_beside,
+                         const Rows& keys, bool keys_beside, int64_t columns,
                          LaneRows<K>& lanes) __attribute__((always_inline)) {
-      if (with_product(w, lanes))
+      if (with_product)
         ask_with_product<K>(queries, next.batch, next.kv_head, a.queries, columns, lanes, w.ahead);
       else if (!queries_beside)
         ask_for<K>(queries, next.batch, next.kv_head, a.queries, columns);
@@ -55,9 +54,10 @@ struct ShortHead {
       else if (!keys_beside)
         ask_for<K>(keys, next.batch, next.kv_head, a.keys, columns);
     };
-    ask(a.query, g.grad_key.data, a.key, g.grad_query.data, a.head_dim, w.query_lanes);
+    ask(a.query, asks_query, g.grad_key.data, a.key, g.grad_query.data, a.head_dim, w.query_lanes);
     if (!g.grad_out.data) return;
-    ask(g.grad_out, g.grad_value.data, a.value, value_too, a.value_dim, w.grad_out_lanes);
+    ask(g.grad_out, asks_grad_out, g.grad_value.data, a.value, value_too, a.value_dim,
+        w.grad_out_lanes);
     if (!w.whole) ask_for<K>(a.out, next.batch, next.kv_head, a.queries, a.value_dim);
   }
   // lse and the like, of as many heads.
@@ -135,12 +135,11 @@ void write_short_head(const ShortHead<K>& head, int64_t lane, bool dirty, Backwa
   };
   if (g.grad_value.data)
     write.template operator()<Contiguous::kAlongT>(
-        head.read(head.grad_out, g.grad_out, rows, dv, head.with_product(w, w.grad_out_lanes)),
-        keys, w.p + lane, g.grad_value);
+        head.read(head.grad_out, g.grad_out, rows, dv, head.asks_grad_out), keys, w.p + lane,
+        g.grad_value);
   if (g.grad_key.data)
     write.template operator()<Contiguous::kAlongT>(
-        head.read(head.query, a.query, rows, d, head.with_product(w, w.query_lanes)), keys,
-        w.ds + lane, g.grad_key);
+        head.read(head.query, a.query, rows, d, head.asks_query), keys, w.ds + lane, g.grad_key);
   if (g.grad_query.data) {
     WidthRows<K> x = head.read(head.key, a.key, keys, d, head.all);
     if (head.value_too) x.then = head.to_next(a.value, head.key);

@@ -30,6 +30,8 @@ TARGET_BEGIN(
 //
 #include "tile-inl.h"
 //
+#include "nonfinite-inl.h"
+//
 #include "dropout-inl.h"
 //
 #include "bands-inl.h"

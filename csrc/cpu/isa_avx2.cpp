@@ -16,6 +16,8 @@ TARGET_BEGIN("avx2,fma,f16c,bmi,bmi2")
 //
 #include "tile-inl.h"
 //
+#include "nonfinite-inl.h"
+//
 #include "dropout-inl.h"
 //
 #include "bands-inl.h"

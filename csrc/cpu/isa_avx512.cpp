@@ -25,6 +25,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 //
 #include "tile-inl.h"
 //
+#include "nonfinite-inl.h"
+//
 #include "dropout-inl.h"
 //
 #include "bands-inl.h"

@@ -24,6 +24,8 @@ TARGET_BEGIN("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bm
 //
 #include "tile-inl.h"
 //
+#include "nonfinite-inl.h"
+//
 #include "dropout-inl.h"
 //
 #include "bands-inl.h"

@@ -12,6 +12,8 @@
 //
 #include "tile-inl.h"
 //
+#include "nonfinite-inl.h"
+//
 #include "dropout-inl.h"
 //
 #include "bands-inl.h"
