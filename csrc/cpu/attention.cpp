@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "pages.h"
 #include "plan.h"
 
 namespace mha_ext::cpu {
@@ -23,6 +24,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
       {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
   const Tensor out = empty_out(query, value), lse = empty_lse(query, with_lse),
                lse_low = empty_lse(query, with_lse);
+  first_touch(out);
   set(groups, &Attention::out, out, keep);
   if (with_lse) set_lse(groups, lse, lse_low, keep);
   const Attention& a = groups[0];
@@ -105,6 +107,7 @@ std::tuple<Tensor, Tensor> attention_forward_tangent(
   set_lse(groups, lse, lse_low, keep);
   Groups<AttentionTangent> tangents = directions(groups, given, keep);
   const Tensor out_tangent = empty_out(query, value), lse_tangent = empty_lse(query);
+  first_touch(out_tangent);
   set(tangents, &AttentionTangent::out, out_tangent, keep);
   set(tangents, &AttentionTangent::lse, lse_tangent, keep);
 

@@ -1,6 +1,6 @@
 // The CPU key: backward and its tangent.
 #include <ATen/Parallel.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <limits>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "pages.h"
 #include "plan.h"
 
 namespace mha_ext::cpu {
@@ -40,7 +41,7 @@ void run_ranges(const GradProblem& p, const RunRange& run_range) {
   const int64_t ranges = plan.ranges.count, group_heads = a.batch * a.kv_heads;
   const int64_t shared = a.kv_heads ? a.heads / a.kv_heads : 0;  // query heads of a key/value head
   const bool partial = plan.head_bytes > 0;
-  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(plan.wave * plan.head_bytes);
+  const at::DataPtr memory = allocate(plan.wave * plan.head_bytes);
   char* sums = static_cast<char*>(memory.get());
   for (int64_t first = 0; first < plan.heads; first += plan.wave) {
     const int64_t count = std::min(plan.wave, plan.heads - first);
@@ -116,7 +117,7 @@ void run_heads(const GradProblem& p, const BackwardPlan& plan,
     return;
   }
   const int64_t shared = a.heads / a.kv_heads, blocks = query_blocks(a);
-  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(plan.wave * plan.head_bytes);
+  const at::DataPtr memory = allocate(plan.wave * plan.head_bytes);
   char* sums = static_cast<char*>(memory.get());
   const auto run_wave = [&](int64_t turn, int64_t first, int64_t count) {
     for_each_task(plan_heads(plan, count), [&](int64_t task, void* scratch) {
@@ -237,7 +238,7 @@ void run_bias(const GradProblem& p, const Groups<AttentionGrad>& lse_grads, bool
     });
     return;
   }
-  const at::DataPtr memory = c10::GetCPUAllocator()->allocate(p.count * owners * sum_bytes);
+  const at::DataPtr memory = allocate(p.count * owners * sum_bytes);
   char* sums = static_cast<char*>(memory.get());
   for_each_task(plan.tasks, [&](int64_t task, void* scratch) {
     const int64_t index = task / tiles.chunks;
@@ -266,7 +267,9 @@ void run_backward(const GradProblem& p, const Tensor& grad_bias) {
   Tensor sums;  // of the shares, each of the shape of grad_bias
   if (plan.bias.apart) {
     const auto type = p.groups[0].dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
-    sums = at::zeros({count, grad_bias.numel()}, grad_bias.options().dtype(type));
+    sums = at::empty({count, grad_bias.numel()}, grad_bias.options().dtype(type));
+    first_touch(sums);
+    sums.zero_();
     for (int64_t i = 0; i < count; i++)
       set(shares[i], &AttentionGrad::grad_bias, sums[i].view(grad_bias.sizes()));
   }
@@ -305,6 +308,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
                grad_key = empty_grad(key, output_mask[1]);
   const Tensor grad_value = empty_grad(value, output_mask[2]);
   const Tensor grad_bias = empty_grad_bias(query, bias, output_mask[3]);
+  first_touch(grad_query, grad_key, grad_value, grad_bias);
   const Tensor delta = empty_lse(query);
   Groups<AttentionGrad> grads(groups.size());
   set(grads, &AttentionGrad::grad_out, grad_out, keep);
@@ -350,7 +354,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_tangent(
   const Tensor grad_query = empty_grad(query, output_mask[0]),
                grad_key = empty_grad(key, output_mask[1]);
   const Tensor grad_value = empty_grad(value, output_mask[2]);
-  const Tensor grad_bias = zero_grad_bias(query, bias, output_mask[3]);
+  const Tensor grad_bias = empty_grad_bias(query, bias, output_mask[3]);
+  first_touch(grad_query, grad_key, grad_value, grad_bias);
+  grad_bias.zero_();
   const Tensor delta = empty_lse(query);
   Groups<AttentionGrad> grads(groups.size());
   set(grads, &AttentionGrad::grad_out, grad_out, keep);

@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "kernels.h"
+#include "pages.h"
 #include "schedule.h"
 
 namespace mha_ext::cpu {
@@ -72,6 +73,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
   auto sizes = input.sizes().vec();
   sizes.back() = weight.size(0);
   const Tensor out = at::empty(sizes, input.options());
+  first_touch(out);
   if (out.numel() == 0) return out;
   Tensor keep_input, keep_weight;
   const Tensor keep_bias = bias ? bias->contiguous() : Tensor();

@@ -69,6 +69,7 @@ ForwardPlan plan_forward(const Attention& a, int64_t groups) {
   if (plan.kernel != ForwardKernel::kTiled) work = std::max(work, read_flops(a, groups));
   plan.jobs = plan_jobs(groups * plan.group_jobs, ranges, work, kernels.forward_scratch_bytes(a),
                         ranges > 1 ? kernels.state_bytes(a) : 0);
+  if (!plan.jobs.apart) plan.jobs.tasks.head_tasks = plan.parts;
   return plan;
 }
 
@@ -76,9 +77,12 @@ TangentPlan plan_forward_tangent(const Attention& a, int64_t groups) {
   const TypeKernels& kernels = kernels_for(a);
   const int64_t together = blocks_together(a, groups, kTangentGroup);
   const int64_t parts = ceil_div(query_blocks(a), together), tasks = a.batch * a.heads * parts;
-  return {together, parts, tasks,
-          plan_tasks(groups * tasks, product_flops(a, groups, 3 * a.head_dim + 2 * a.value_dim),
-                     kernels.forward_tangent_scratch_bytes(a))};
+  TangentPlan plan{
+      together, parts, tasks,
+      plan_tasks(groups * tasks, product_flops(a, groups, 3 * a.head_dim + 2 * a.value_dim),
+                 kernels.forward_tangent_scratch_bytes(a))};
+  plan.tasks.head_tasks = parts;
+  return plan;
 }
 
 BackwardPlan plan_backward(const Attention& a, const AttentionGrad& g, int64_t groups) {
@@ -121,8 +125,10 @@ BackwardPlan plan_backward(const Attention& a, const AttentionGrad& g, int64_t g
 TaskPlan plan_heads(const BackwardPlan& plan, int64_t count) {
   const int64_t parts = plan.apart ? ceil_div(plan.ranges.count, plan.together) : 1;
   const int64_t flops_of = plan.apart ? count : count * plan.turns();
-  return plan_tasks(count * parts, plan.head_flops * static_cast<double>(flops_of),
-                    plan.scratch_bytes + (plan.apart ? 0 : plan.head_bytes));
+  TaskPlan tasks = plan_tasks(count * parts, plan.head_flops * static_cast<double>(flops_of),
+                              plan.scratch_bytes + (plan.apart ? 0 : plan.head_bytes));
+  tasks.head_tasks = plan.apart ? 0 : 1;
+  return tasks;
 }
 
 BackwardTangentPlan plan_backward_tangent(const Attention& a, const AttentionGrad& g,
@@ -149,8 +155,10 @@ BackwardTangentPlan plan_backward_tangent(const Attention& a, const AttentionGra
 }
 
 TaskPlan plan_heads(const BackwardTangentPlan& plan, int64_t count) {
-  return plan_tasks(count * plan.ranges.count, plan.head_flops * static_cast<double>(count),
-                    plan.scratch_bytes);
+  TaskPlan tasks = plan_tasks(count * plan.ranges.count,
+                              plan.head_flops * static_cast<double>(count), plan.scratch_bytes);
+  tasks.head_tasks = plan.ranges.count;
+  return tasks;
 }
 
 BiasSumPlan plan_bias(const Attention& a, const Pairs& grad_bias, int64_t groups, bool added,

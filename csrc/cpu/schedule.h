@@ -6,6 +6,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <vector>
 
@@ -48,6 +49,7 @@ enum class ThreadLimit { kWork, kTasks, kThreads };
 
 struct TaskPlan {
   int64_t tasks = 0, threads = 1;
+  int64_t head_tasks = 0;     // of a head, one after the other; 0: heads take turns
   int64_t scratch_bytes = 0;  // of each thread
   ThreadLimit limit = ThreadLimit::kWork;
 };
@@ -86,13 +88,30 @@ void for_each_task(const TaskPlan& plan, const Run& run) {
     for (int64_t task = 0; task < tasks; task++) run(task, base);
     return;
   }
+  // A thread has heads of its own, as far as there are: what it read and asked for is in its cache.
+  // Then it helps the others. Within a head the task that takes longest is first.
+  struct alignas(64) Share {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  constexpr int64_t kShares = 64;
+  const int64_t heads = plan.head_tasks ? tasks / plan.head_tasks : 1;
+  const int64_t count = std::min({heads, threads, kShares});
+  std::array<Share, kShares> shares;
+  for (int64_t i = 0; i < count; i++) {
+    shares[i].next.store(i * heads / count * plan.head_tasks, std::memory_order_relaxed);
+    shares[i].end = i + 1 < count ? (i + 1) * heads / count * plan.head_tasks : tasks;
+  }
   // Many small tasks are taken several at a time: each take moves a cache line between threads.
   const int64_t take = std::max<int64_t>(1, tasks / (16 * threads));
-  std::atomic<int64_t> next{0};
   const auto work = [&](int64_t thread) {
-    for (int64_t begin; (begin = next.fetch_add(take, std::memory_order_relaxed)) < tasks;)
-      for (int64_t task = begin; task < std::min(begin + take, tasks); task++)
-        run(task, base + thread * stride);
+    for (int64_t i = 0; i < count; i++) {
+      Share& share = shares[(thread + i) % count];
+      for (int64_t begin;
+           (begin = share.next.fetch_add(take, std::memory_order_relaxed)) < share.end;)
+        for (int64_t task = begin; task < std::min(begin + take, share.end); task++)
+          run(task, base + thread * stride);
+    }
   };
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; thread++) work(thread);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "pages.h"
 #include "schedule.h"
 
 namespace mha_ext::cpu {
@@ -49,6 +50,7 @@ Tensor attention_weights(const Tensor& query, const Tensor& key, const OptionalT
   if (lse) set_lse(groups, *lse, lse_low, keep);
   const Attention& a = groups[0];
   const Tensor weights = empty_weights(query, key, heads, rows);
+  first_touch(weights);
   const std::vector<RowRun> runs = row_runs(a, rows);
   const int64_t run_count = static_cast<int64_t>(runs.size()), head_count = weights.size(-3);
   const int64_t row_count = weights.size(-2), item = weights.element_size();
@@ -151,7 +153,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
 
   const Tensor grad_query = empty_grad(query, output_mask[0]),
                grad_key = empty_grad(key, output_mask[1]);
-  const Tensor grad_bias = zero_grad_bias(query, bias, output_mask[2]);
+  const Tensor grad_bias = empty_grad_bias(query, bias, output_mask[2]);
+  first_touch(grad_query, grad_key, grad_bias);
+  grad_bias.zero_();
   Groups<AttentionGrad> grads(groups.size());
   set(grads, &AttentionGrad::grad_weights, grad);
   set(grads, &AttentionGrad::delta, delta, keep);
