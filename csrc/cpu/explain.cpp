@@ -67,8 +67,8 @@ Pass forward(const Attention& a) {
                               plan.together, " at most"));
       if (plan.heads > 1)
         pass.why.push_back(text("a task takes ", plan.heads,
-                                " heads of keys and values, which lie side by side, ", kFewKeys,
-                                " keys at a time"));
+                                " heads of keys and values, which lie side by side, some keys "
+                                "of each in turn"));
       if (few_in_order(a, plan.heads, pass.tile_rows, kernels_for(a).limits))
         pass.why.push_back(text(counted(pass.tile_rows, "row", "rows"),
                                 " over keys and values that follow one another: read in order"));

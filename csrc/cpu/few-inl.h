@@ -69,8 +69,33 @@ struct FewTask {
   int64_t batch, kv, heads, first, rows;
 };
 
+// How many keys of a head are taken before the next head's, and whether those that come are asked
+// for. Measured on Zen 5: where a row is little work for each of its lines, the processor reads far
+// enough ahead, and what is asked for is in its way.
+struct FewPace {
+  int64_t keys;
+  bool asks;
+};
+template <class K>
+FewPace few_pace(const Attention& a, int64_t rows) {
+  if (!whole_vectors()) return {kFewKeys, true};
+  constexpr int64_t kItem = sizeof(typename K::S);
+  const int64_t bytes = max_of(1, max_of(a.head_dim, a.value_dim)) * kItem;
+  const bool light = rows * 4 <= kItem || (K::kPairs && rows == 1 && bytes >= 256);
+  int64_t most = 8 << 10;  // bytes of a head
+  if (light)
+    most = 16 << 10;
+  else if (rows == 1 || (kItem == 2 && !K::kPairs))
+    most = 0;
+  else if (rows <= 4)
+    most = 32 << 10;
+  int64_t keys = kFewKeys;
+  while (keys < kTile && 2 * keys * bytes <= most) keys *= 2;
+  return {keys, !light};
+}
+
 // The keys of one range, into the states. So many keys of all heads, one head after the other; then
-// the next keys. What comes is asked for kFewKeys early, or more where these are but little memory.
+// the next keys. What comes is asked for as many early, or more where these are but little memory.
 // One row alone, or few, leave time to read the rows of a head, where they follow one another, in
 // their order: kFewTiles tiles of K, then as many of V. Hardware foresees those better.
 template <class K>
@@ -120,19 +145,19 @@ class FewScan {
   }
   uint64_t& any_of(int64_t t, int64_t head) const { return w_.any[t * task_.heads + head]; }
 
-  // kFewKeys rows of all heads, as far as they lie before `last`, a share with each of `units`.
+  // As many rows of all heads, as far as they lie before `last`, a share with each of `units`.
   NextRows rows_ahead(const Rows& t, int64_t width, int64_t first, int64_t last,
                       int64_t units) const {
     constexpr int64_t kItem = sizeof(typename K::S);
     const int64_t bytes = ((task_.heads - 1) * t.head + width) * kItem;
     return NextRows((const char*)row_of<K>(t, task_.batch, task_.kv, first), t.row * kItem, bytes,
-                    max_of(0, min_of(kFewKeys, last - first)), units);
+                    max_of(0, min_of(together_, last - first)), units);
   }
-  static int64_t keys_ahead(const Attention& a, int64_t heads) {
+  static int64_t keys_ahead(const Attention& a, int64_t heads, int64_t together) {
     constexpr int64_t kLeast = 8192;  // bytes
     const int64_t widest = max_of(1, max_of(a.head_dim, a.value_dim));
     return min_of(kTile, round_up(ceil_div(kLeast, heads * widest * (int64_t)sizeof(typename K::S)),
-                                  kFewKeys));
+                                  together));
   }
   // Keys at a time: where several rows take values of 16 bits in two groups of columns, fewer than
   // a tile are better.
@@ -158,7 +183,8 @@ class FewScan {
       if constexpr (kRows == 1 || K::kRowsInOrder > 1)
         if (in_order_)
           return read.template operator()<kRows, true>(r, few_ask_in_order<K>(r, after, width));
-      read.template operator()<kRows, false>(r, few_ask<K>(r, next, after));
+      read.template operator()<kRows, false>(r,
+                                             pace_.asks ? few_ask<K>(r, next, after) : FewAsk<K>{});
     });
   }
 
@@ -178,7 +204,7 @@ class FewScan {
     for (int64_t n = 0; n < keys; n += together_) {
       const int64_t some = min_of(together_, keys - n), then = n + ahead_;
       NextRows next;
-      if (!in_order_ && !kBeside) {
+      if (!in_order_ && !kBeside && pace_.asks) {
         const int64_t units = task_.heads * few_blocks<K>(rows, some);
         next = then < keys ? rows_ahead(a_.key, a_.head_dim, k0 + then, k0 + keys, units)
                            : rows_ahead(a_.value, a_.value_dim, k0 + then - keys, k0 + keys, units);
@@ -243,7 +269,7 @@ class FewScan {
     for (int64_t n = 0; n < keys; n += together_) {
       const int64_t some = min_of(together_, keys - n), then = n + ahead_;
       NextRows next;
-      if (!in_order_ && !kBeside) {
+      if (!in_order_ && !kBeside && pace_.asks) {
         const int64_t units = task_.heads * some * groups_;
         next = then < keys
                    ? rows_ahead(a_.value, a_.value_dim, k0 + then, k0 + keys, units)
@@ -271,11 +297,12 @@ class FewScan {
   const FewStates<K>& states_;
   FewScratch<K>& w_;
   const int64_t ld_ = few_width<K>(a_.head_dim), ldv_ = few_width<K>(a_.value_dim);
-  const int64_t ld_rows_ = few_rows(a_), ahead_ = keys_ahead(a_, task_.heads);
-  const int64_t ld_s_ = round_up(task_.rows, 4);
+  const int64_t ld_rows_ = few_rows(a_), ld_s_ = round_up(task_.rows, 4);
   const int64_t groups_ = few_groups<K>(task_.rows, a_.value_dim);
   const bool in_order_ = few_in_order(a_, task_.heads, task_.rows, K::kLimits);
-  const int64_t together_ = in_order_ ? keys_in_order(a_, task_) : kFewKeys;
+  const FewPace pace_ = few_pace<K>(a_, task_.rows);
+  const int64_t together_ = in_order_ ? keys_in_order(a_, task_) : pace_.keys;
+  const int64_t ahead_ = keys_ahead(a_, task_.heads, together_);
   Range seen_, chunk_;  // chunk_: of the tiles that are read together
 };
 

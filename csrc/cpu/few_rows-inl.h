@@ -12,15 +12,13 @@ inline FewRow few_row(const Attention& a, int64_t kv, int64_t row) {
   return {kv * (a.heads / a.kv_heads) + row / a.queries, row % a.queries};
 }
 
-// The first of by_rows; the blocks of keys in which few_scores takes it, and the groups of columns
-// in which few_values does, of so many vectors each.
-template <class K>
-int64_t few_first(int64_t rows) {
-  return rows > 2 && K::kLanes >= 4 ? 4 : min_of(rows, 2);
-}
+// The blocks of keys in which few_scores takes all of by_rows, and the groups of columns in which
+// few_values does, of so many vectors each.
 template <class K>
 int64_t few_blocks(int64_t rows, int64_t keys) {
-  return ceil_div(keys, K::kLanes / few_first<K>(rows));
+  int64_t blocks = 0;
+  by_rows<K>(rows, [&]<int kRows>(int64_t) { blocks += ceil_div(keys, K::kLanes / kRows); });
+  return blocks;
 }
 template <class K>
 constexpr int few_vectors(int64_t rows) {
@@ -30,11 +28,14 @@ template <class K>
 constexpr int kFewVectors = K::kApart ? 2 : 1;  // that are loaded together
 template <class K>
 int64_t few_groups(int64_t rows, int64_t width) {
-  const int64_t most = few_vectors<K>(few_first<K>(rows));
-  const int64_t vectors[] = {most, min_of(most, 4), kFewVectors<K>};
-  int64_t groups = 0, d = 0;
-  for (const int64_t some : vectors)
-    for (; width - d > (some - kFewVectors<K>)*K::kLanes; d += some * K::kLanes) groups++;
+  int64_t groups = 0;
+  by_rows<K>(rows, [&]<int kRows>(int64_t) {
+    constexpr int64_t kMost = few_vectors<K>(kRows), kLeast = kFewVectors<K>;
+    const int64_t vectors[] = {kMost, min_of(kMost, 4), kLeast};
+    int64_t d = 0;
+    for (const int64_t some : vectors)
+      for (; width - d > (some - kLeast) * K::kLanes; d += some * K::kLanes) groups++;
+  });
   return max_of(1, groups);
 }
 

@@ -78,7 +78,8 @@ HOST_DEVICE int64_t item_size(const Attention& a) {
   return a.dtype == DType::kFloat64 ? 8 : a.dtype == DType::kFloat32 ? 4 : 2;
 }
 // How many key/value heads such a call takes together: those that lie side by side in a page, all
-// rows of them, unless these are so many that they fill a cache. Of each, kFewKeys keys at a time.
+// rows of them, unless these are so many that they fill a cache. Of each in turn, so many keys at
+// least.
 constexpr int64_t kFewKeys = 16;
 HOST_DEVICE int64_t few_heads(const Attention& a) {
   constexpr int64_t kPage = 4096;

@@ -128,13 +128,13 @@ struct FewAsk {
     return n + on < count ? rows + (n + on) * stride : then + (n + on - count) * stride;
   }
 };
-// The first of by_rows alone asks.
+// All of by_rows ask NextRows; for what lies beside, only the first.
 template <class K>
 FewAsk<K> few_ask(int64_t r, NextRows& next, const typename K::S* then) {
   constexpr int64_t kOn = K::X::kAskedBeside;
+  if (kOn == 0) return {&next};
   if (r) return {};
-  if (kOn > 0) return {nullptr, then, kOn};
-  return {&next};
+  return {nullptr, then, kOn};
 }
 // The same for rows of `width` numbers in the order of memory, no more than a tile on.
 template <class K>
