@@ -391,6 +391,28 @@ def test_any_number_of_threads_and_any_run(problem: Problem, dtype: torch.dtype)
         assert_same(ours(inputs), wanted)
 
 
+@pytest.mark.cpu_alone("a GPU has no threads to set")
+@pytest.mark.parametrize("heads", [1, 13])
+def test_more_threads_than_heads_or_shares(heads: int) -> None:
+    """A thread begins with heads of its own, of which there are up to 64 shares, and helps the others after that."""
+    inputs = make(
+        Problem(
+            batch=7,
+            heads=heads,
+            kv_heads=heads,
+            queries=200,
+            keys=130,
+            head_dim=64,
+            causal="lower_right",
+        )
+    )
+    torch.set_num_threads(1)
+    wanted = ours(inputs)
+    for threads in (3, 11, 70):
+        torch.set_num_threads(threads)
+        assert_same(ours(inputs), wanted)
+
+
 @pytest.mark.cpu_alone("how many blocks a task has is each device's own")
 @dtypes
 @pytest.mark.parametrize("head_dim", [32, 200])
@@ -559,12 +581,14 @@ def test_heads_side_by_side_or_apart(
 
 @pytest.mark.cpu_alone("how memory is read is the CPU's")
 @pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(130, 80), (48, 64)])
 @pytest.mark.parametrize(("group", "queries"), [(1, 1), (4, 1), (2, 3), (1, 8), (9, 1), (2, 530)])
 @dtypes
 def test_how_rows_are_read_changes_no_bit(
-    dtype: torch.dtype, group: int, queries: int, apart: bool
+    dtype: torch.dtype, group: int, queries: int, head_dim: int, value_dim: int, apart: bool
 ) -> None:
-    """What depends on the processor: up to eight rows of a head in the order of memory, or one alone; V packed or not.
+    """What depends on the processor: how many rows of a head are read in the order of memory, and in turn with those of
+    others; V packed or not.
 
     The keys are more than two of the stretches that are read in order, with an odd end, and not one range; the queries
     one, a few, or more blocks than read V where it lies.
@@ -576,8 +600,8 @@ def test_how_rows_are_read_changes_no_bit(
             kv_heads=3,
             queries=queries,
             keys=2 * 512 + 150,
-            head_dim=130,
-            value_dim=80,
+            head_dim=head_dim,
+            value_dim=value_dim,
             layout="contiguous" if apart else "heads",
             mask="bhqk",
             bias="bhqk",

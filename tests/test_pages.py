@@ -46,6 +46,26 @@ def long_grad_query(rows: int) -> Tensor:
     return grad
 
 
+def long_grads(rows: int) -> tuple[Tensor, ...]:
+    query, key, value = torch.randn(1, 2, 3, 32), *torch.randn(2, 1, 2, rows, 32)
+    inputs = (key.requires_grad_(), value.requires_grad_())
+    return torch.autograd.grad(mha_ext.attention(query, *inputs).sum(), inputs)
+
+
+def long_grad_key(rows: int) -> Tensor:
+    return long_grads(rows)[0]
+
+
+def long_grad_value(rows: int) -> Tensor:
+    return long_grads(rows)[1]
+
+
+def weights_grad_key(rows: int) -> Tensor:
+    query, key = torch.randn(1, 2, 3, 32), torch.randn(1, 2, rows, 32, requires_grad=True)
+    (grad,) = torch.autograd.grad(mha_ext.attention_weights(query, key).square().sum(), key)
+    return grad
+
+
 def grad_bias(rows: int) -> Tensor:
     query, key = torch.randn(1, 2, rows, 8), torch.randn(1, 2, 2048, 8)
     bias = torch.randn(1, 2, rows, 2048, requires_grad=True)
@@ -67,6 +87,9 @@ MAKERS = [
     (long_out, 131_072 + 16),
     (long_tangent, 131_072 + 16),
     (long_grad_query, 131_072 + 16),
+    (long_grad_key, 131_072 + 16),
+    (long_grad_value, 131_072 + 16),
+    (weights_grad_key, 131_072 + 16),
     (grad_bias, 2048),
     (weights, 2048),
     (linear, 2048),
@@ -79,11 +102,6 @@ def test_large_results_ask_for_huge_pages(make: Callable[[int], Tensor], rows: i
     made = make(rows)
     assert made.nbytes >= MAPPED_ANEW
     assert asks_for_huge_pages(made)
-
-
-@pytest.mark.skipif(not (SMAPS.exists() and HUGE.exists()), reason="a kernel without huge pages")
-def test_small_results_do_not() -> None:
-    assert not asks_for_huge_pages(weights(512))
 
 
 @pytest.mark.parametrize("threads", [1, 3])

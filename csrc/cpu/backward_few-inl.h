@@ -163,12 +163,11 @@ class BackwardFew {
                int64_t other_width) const {
     constexpr int64_t kItem = sizeof(S);
     const S* from = row_of<K>(t, b_, kv_, k0);
-    // The first rows ask, so that `other` is there when the last are done.
     NextRows next((const char*)then, other.row * kItem, other_width * kItem, then ? count : 0,
-                  few_blocks<K>(min_of(rows_, 4), keys));
+                  few_blocks<K>(rows_, keys));
     by_rows<K>(rows_, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
       few_scores<K, kRows>(from, t.row, keys, width, rows + r * ld, ld, scale, to + r * kTile,
-                           r ? FewAsk<K>{} : few_ask<K>(r, next, then));
+                           few_ask<K>(r, next, then));
     });
   }
 

@@ -1,7 +1,7 @@
 // Forward for few queries, as in decoding. Here the memory is the limit: K and V are read once, as
-// they stand, for all rows that share them. Heads that lie side by side are taken together, a few
-// keys at a time, so that memory is read in its order, and what follows is asked for in that order
-// too.
+// they stand, for all rows that share them. Heads that lie side by side are taken together, some
+// keys of each in turn, so that memory is read nearly in its order, and what follows is asked for
+// in that order, unless the processor is faster by itself.
 namespace mha_ext::cpu {
 namespace {
 

@@ -8,14 +8,14 @@
 
 namespace mha_ext::cpu {
 
-// A block of this size malloc maps anew each time (M_MMAP_THRESHOLD in mallopt(3) is never larger).
-// To be given its 8,192 pages takes half as long as a backward pass that writes 32 MB. As huge
+// A block of this size malloc mostly maps anew: by default M_MMAP_THRESHOLD (mallopt(3)) grows no
+// further. To be given its 8,192 pages takes several times as long as to write to them. As huge
 // pages they are 16 and take a fifth, but where transparent_hugepage/enabled is madvise one must
 // ask for them.
 constexpr int64_t kMappedAnew = int64_t{32} << 20, kHugePage = int64_t{2} << 20;
 
-// For memory just allocated, before anything is written. The threads write to pages of their own:
-// of two that meet in one, each clears it.
+// For memory just allocated, before anything is written. The threads write to pages of their own,
+// one after the other: of two that meet in one, each clears it.
 inline void first_touch(void* memory, int64_t bytes) {
   if (bytes < kMappedAnew) return;
   char* const data = static_cast<char*>(memory);
@@ -24,8 +24,9 @@ inline void first_touch(void* memory, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
   (void)madvise(first, pages * kHugePage, MADV_HUGEPAGE);  // where that fails, pages are small
 #endif
-  for_each_task(pages, flops_worth(static_cast<double>(bytes)), 0,
-                [&](int64_t page, void*) { first[page * kHugePage] = 0; });
+  TaskPlan plan = plan_tasks(pages, flops_worth(static_cast<double>(bytes)), 0);
+  plan.head_tasks = 1;
+  for_each_task(plan, [&](int64_t page, void*) { first[page * kHugePage] = 0; });
 }
 template <class... Tensors>
 void first_touch(const at::Tensor& made, const Tensors&... others) {

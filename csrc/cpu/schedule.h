@@ -49,7 +49,7 @@ enum class ThreadLimit { kWork, kTasks, kThreads };
 
 struct TaskPlan {
   int64_t tasks = 0, threads = 1;
-  int64_t head_tasks = 0;     // of a head, one after the other; 0: heads take turns
+  int64_t head_tasks = 0;     // of a head, one after the other; 0: no head is a thread's own
   int64_t scratch_bytes = 0;  // of each thread
   ThreadLimit limit = ThreadLimit::kWork;
 };
@@ -76,8 +76,8 @@ inline TaskPlan plan_tasks(int64_t tasks, double flops, int64_t scratch_bytes) {
   return plan;
 }
 
-// run(task, scratch) for every task, the next free thread taking the next task; what a task
-// computes depends on neither.
+// run(task, scratch) for every task, by any thread; what a task computes depends neither on that
+// nor on their order.
 template <class Run>
 void for_each_task(const TaskPlan& plan, const Run& run) {
   const int64_t tasks = plan.tasks, threads = plan.threads, stride = plan.scratch_bytes;
@@ -95,12 +95,13 @@ void for_each_task(const TaskPlan& plan, const Run& run) {
     int64_t end;
   };
   constexpr int64_t kShares = 64;
-  const int64_t heads = plan.head_tasks ? tasks / plan.head_tasks : 1;
+  const int64_t of_head = plan.head_tasks ? plan.head_tasks : tasks;
+  const int64_t heads = (tasks + of_head - 1) / of_head;
   const int64_t count = std::min({heads, threads, kShares});
   std::array<Share, kShares> shares;
   for (int64_t i = 0; i < count; i++) {
-    shares[i].next.store(i * heads / count * plan.head_tasks, std::memory_order_relaxed);
-    shares[i].end = i + 1 < count ? (i + 1) * heads / count * plan.head_tasks : tasks;
+    shares[i].next.store(i * heads / count * of_head, std::memory_order_relaxed);
+    shares[i].end = std::min((i + 1) * heads / count * of_head, tasks);
   }
   // Many small tasks are taken several at a time: each take moves a cache line between threads.
   const int64_t take = std::max<int64_t>(1, tasks / (16 * threads));
