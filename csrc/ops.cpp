@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "cpu/pages.h"
 #include "direct.h"
 #include "explain.h"
 
@@ -402,6 +403,15 @@ copied. The rest as for attention_forward.)");
         "Whether this is one of AMD's processors that take 512 bits at once, from Zen 5 on.");
   m.def("set_whole_vectors", &cpu::set_whole_vectors, py::arg("yes"),
         "Takes it for one, or for none: how K and V are read, which changes no bit.");
+  m.def(
+      "ask_huge_pages",
+      [](const Tensor& tensor) {
+        if (tensor.is_cpu() && tensor.is_non_overlapping_and_dense())
+          cpu::ask_huge_pages(tensor.mutable_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
+      },
+      NoGil(), py::arg("tensor"),
+      "Asks the operating system for huge pages in a dense tensor on the CPU, before anything is "
+      "written to it: what it holds is lost. Whether it gets them is the system's business.");
   m.def("set_isa", &set_isa, py::arg("name"),
         "Make the CPU kernels use this instruction set (None: the best). Raises ValueError where "
         "it is "

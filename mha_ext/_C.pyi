@@ -228,6 +228,9 @@ def whole_vectors() -> bool:
 def set_whole_vectors(yes: bool) -> None:
     """Takes it for one, or for none: how K and V are read, which changes no bit."""
 
+def ask_huge_pages(tensor: Tensor) -> None:
+    """Asks for huge pages in a dense tensor on the CPU, before anything is written to it: what it holds is lost."""
+
 def set_isa(name: str | None) -> None:
     """Use this instruction set; None = the best supported one."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from mha_ext import _C
 from mha_ext.arguments import Causal, check_dense, describe, is_integer, not_a_tensor
 from mha_ext.layer_arguments import check_device, check_parameter_dtype
 
@@ -79,9 +80,8 @@ class KVCache:
                 raise ValueError(f"{name} must be an int of at least 0, but is {size!r}")
         check_parameter_dtype(dtype)
         shape = (batch, kv_heads, max_length)
-        # Rows without any visible key may average over what no token has written yet.
-        self.key = torch.zeros((*shape, head_dim), device=device, dtype=dtype)
-        self.value = torch.zeros((*shape, value_head_dim), device=device, dtype=dtype)
+        self.key = _buffer((*shape, head_dim), device, dtype)
+        self.value = _buffer((*shape, value_head_dim), device, dtype)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.longest = 0
         self._same = True  # whether all lengths are `longest`
@@ -251,6 +251,19 @@ class KVCache:
 def _has_numbers(tensor: Tensor) -> bool:
     """Whether there is more than a shape; a fake tensor lies on the CPU, but has none."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def _buffer(
+    shape: tuple[int, ...], device: torch.device | str | None, dtype: torch.dtype | None
+) -> Tensor:
+    """Zeros, since rows without any visible key may average over what no token has written yet.
+
+    On a CPU in huge pages, as far as the system gives them: each token reads all that there is.
+    """
+    made = torch.empty(shape, device=device, dtype=dtype)
+    if _can_be_read(made):
+        _C.ask_huge_pages(made)
+    return made.zero_()
 
 
 def _can_be_read(tensor: Tensor) -> bool:

@@ -83,6 +83,12 @@ def linear(rows: int) -> Tensor:
     return torch.ops.mha_ext.linear(torch.randn(rows, 8), torch.randn(4096, 8), None)
 
 
+def cached_keys(rows: int) -> Tensor:
+    cache = mha_ext.KVCache(1, 2, rows, 32)
+    assert not cache.key.any()
+    return cache.key
+
+
 MAKERS = [
     (long_out, 131_072 + 16),
     (long_tangent, 131_072 + 16),
@@ -90,6 +96,7 @@ MAKERS = [
     (long_grad_key, 131_072 + 16),
     (long_grad_value, 131_072 + 16),
     (weights_grad_key, 131_072 + 16),
+    (cached_keys, 131_072),
     (grad_bias, 2048),
     (weights, 2048),
     (linear, 2048),
