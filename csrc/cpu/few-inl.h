@@ -76,6 +76,7 @@ struct FewPace {
   int64_t keys;
   bool asks;
 };
+constexpr int64_t kFewKeys = 16;  // at least
 template <class K>
 FewPace few_pace(const Attention& a, int64_t rows) {
   if (!whole_vectors()) return {kFewKeys, true};

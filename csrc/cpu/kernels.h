@@ -78,9 +78,7 @@ HOST_DEVICE int64_t item_size(const Attention& a) {
   return a.dtype == DType::kFloat64 ? 8 : a.dtype == DType::kFloat32 ? 4 : 2;
 }
 // How many key/value heads such a call takes together: those that lie side by side in a page, all
-// rows of them, unless these are so many that they fill a cache. Of each in turn, so many keys at
-// least.
-constexpr int64_t kFewKeys = 16;
+// rows of them, unless these are so many that they fill a cache.
 HOST_DEVICE int64_t few_heads(const Attention& a) {
   constexpr int64_t kPage = 4096;
   const bool side_by_side = a.key.head < a.key.row && a.value.head < a.value.row;
