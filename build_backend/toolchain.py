@@ -22,7 +22,9 @@ FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall
 FLAGS += ["-ffp-contract=off", "-fno-math-errno"]
 # g++ 12 imagines overflows in torch's inlined reference counts (and clang does not know the word).
 TORCH_FLAGS = ["-DTORCH_EXTENSION_NAME=_C", "-Wno-unknown-warning-option", "-Wno-stringop-overflow"]
-KERNEL_FLAGS = ["-fno-exceptions", "-fno-rtti", "-fno-trapping-math"]
+# -falign-functions: where a kernel begins must not depend on the code before it; what one takes
+# has changed by 4% with that.
+KERNEL_FLAGS = ["-fno-exceptions", "-fno-rtti", "-fno-trapping-math", "-falign-functions=64"]
 
 GIB = 2**30
 MEMORY_OF_A_JOB = 1.5 * GIB

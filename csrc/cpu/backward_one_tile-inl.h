@@ -29,9 +29,11 @@ struct ShortHead {
     next = together > 1 ? NextPart{later.batch, later.head, 0} : next_head(a, g, b, h);
     ahead = next.batch < a.batch;
     all = !K::kPairs && asks_for_all<K>(a);
-    asks_query =
-        (all || takes_rows<K>(a.queries, a.keys, a.head_dim)) && !has_few_queries(a, K::kLimits);
-    asks_grad_out = all || takes_rows<K>(a.queries, a.keys, a.value_dim);
+    const auto asks = [&](int64_t columns) {
+      return all || (!K::kPairs && takes_rows<K>(a.queries, a.keys, columns));
+    };
+    asks_query = asks(a.head_dim) && !has_few_queries(a, K::kLimits);
+    asks_grad_out = asks(a.value_dim);
     value_too = !all && g.grad_query.data && a.queries > kWidthGroup && a.value.row == a.key.row;
     query = row_of<K>(a.query, b, h, 0);
     key = row_of<K>(a.key, b, h, 0);
@@ -88,25 +90,38 @@ SeenByHeads short_products(const Attention& a, const AttentionGrad& g, Heads hea
   using S = typename K::S;
   const int64_t rows = a.queries, keys = a.keys;
   const auto in_place = [&](const S* from, const Rows& t, int64_t columns, typename K::Unit* to) {
-    if constexpr (K::kInPlace)
-      return Operand{(const char*)from, t.row * (int64_t)sizeof(S), sizeof(S)};
-    else
-      return rows_operand<K>(from, t.row, keys, columns, to);
+    if (K::kInPlace || takes_rows<K>(rows, keys, columns))
+      return Operand{(const char*)from, t.row * (int64_t)sizeof(S), sizeof(typename K::Unit)};
+    return rows_operand<K>(from, t.row, keys, columns, to);
   };
+  const bool in_rows = takes_rows<K>(rows, keys, a.head_dim) &&
+                       takes_rows<K>(rows, keys, a.value_dim) && !g.grad_weights.data &&
+                       all_are_products<K>(a);
   SeenByHeads seen(keys, w.bits);
   w.paired = false;
   for_heads<K>(a, heads, rows, [&](int64_t i, int64_t b, int64_t h, int64_t lane) {
     const ShortHead<K> head(a, g, b, h, heads.count);
     if (i == 0) head.ask_next_levels(heads.count);
-    load_queries<K>(a, g, b, h, 0, rows, w, K::kInPlace, lane);
+    load_queries<K>(a, g, b, h, 0, rows, w, true, lane);
     head.ask_next(w);
-    Visibility visible = visibility_of<K>(a, b, h, 0, rows, 0, keys, w.head_bits);
+    const auto key_rows = [&] { return in_place(head.key, a.key, a.head_dim, w.keys_in); };
+    const auto value_rows = [&] { return in_place(head.value, a.value, a.value_dim, w.values_in); };
     w.bands = nullptr;
+    if constexpr (kTakesRows<K>) {
+      if (in_rows) {  // the shortest way, for the shortest heads
+        product_of_rows<K, true>(w.query_lanes, rows, a.head_dim, key_rows(), keys, w.p + lane,
+                                 nullptr);
+        product_of_rows<K, false>(w.grad_out_lanes, rows, a.value_dim, value_rows(), keys,
+                                  w.ds + lane, nullptr);
+        w.ahead.ask_rest();
+        return seen.add(Visibility::kFull, nullptr, rows, lane);
+      }
+    }
+    Visibility visible = visibility_of<K>(a, b, h, 0, rows, 0, keys, w.head_bits);
     if (visible != Visibility::kEmpty) {
       if (find_bands<K>(a, b, 0, rows, 0, keys, w.bands_storage)) w.bands = w.bands_storage;
-      visible = gradient_products<K>(
-          a, g, b, h, 0, rows, 0, keys, in_place(head.key, a.key, a.head_dim, w.keys_in),
-          in_place(head.value, a.value, a.value_dim, w.values_in), visible, lane, w.head_bits, w);
+      visible = gradient_products<K>(a, g, b, h, 0, rows, 0, keys, key_rows(), value_rows(),
+                                     visible, lane, w.head_bits, w);
     }
     w.ahead.ask_rest();
     seen.add(visible, w.head_bits, rows, lane);

@@ -73,13 +73,13 @@ int64_t block_state_bytes(const Attention& a) {
   return (2 * kRow + block_out_size<K>(a)) * (int64_t)sizeof(typename K::T);
 }
 
-// Bytes of the longest rows that are asked for ahead.
+// Bytes of the longest rows that are asked for ahead: from Zen 5 on of all.
 template <class K>
-constexpr int64_t longest_asked() {
+int64_t longest_asked() {
   if constexpr (requires { K::X::kLongestAsked; })
     return K::X::kLongestAsked;
   else
-    return Ahead::kLongest;
+    return whole_vectors() ? Ahead::kAnyLength : Ahead::kLongest;
 }
 
 template <class K>

@@ -29,6 +29,11 @@ struct LaterHead {
   }
 };
 
+// Whether no pair is hidden, and scores are what products of Q and K give, and nothing else.
+template <class K>
+bool all_are_products(const Attention& a) {
+  return !a.mask.data && hides_nothing(a) && !a.bias.data && !has_few_queries(a, K::kLimits);
+}
 // Whether the products of queries and keys take so long that they ask for all that they will read
 // of a later head, a line with each step. (Those that take rows ask for rows alone: asking takes
 // the place of a load, of which they have as many as fit. A matrix unit's ask for nothing. Numbers

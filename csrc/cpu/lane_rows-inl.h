@@ -76,22 +76,25 @@ constexpr int64_t kScorePiece = 128;
 // columns at a time: that takes other units of a processor than multiply-adds do. All sums of
 // kKeysTogether keys and a vector of rows are in registers meanwhile; for more keys it is done
 // again. Several vectors of rows would share what is read of a key if they were packed, which
-// matters where registers are few.
+// matters where registers are few, and for pairs, which meet half as many units of it.
 template <class K>
-constexpr bool kTakesRows = !K::kPairs && K::kInPlace && (K::kLanes > K::X::kPiece);
+constexpr bool kTakesRows =
+    (K::kPairs ? K::Dot::kRowBlock == 1 : K::kInPlace) && (K::kLanes > K::X::kPiece);
 template <class K>
 constexpr int kKeysTogether = K::X::kRegisters == 32 ? 12 : 10;
 template <class K>
 bool takes_rows(int64_t rows, int64_t keys, int64_t columns) {
-  constexpr bool kVectors = K::X::kRegisters == 32 || sizeof(typename K::T) == 8;
+  constexpr bool kVectors = !K::kPairs && (K::X::kRegisters == 32 || sizeof(typename K::T) == 8);
   const bool vectors = kVectors && rows <= kTile && !ends_in_half<typename K::X>(rows);
   return kTakesRows<K> && 0 < rows && (rows <= K::kLanes || vectors) && 0 < keys &&
-         keys <= 2 * kKeysTogether<K> && K::X::kPiece <= columns && columns <= kScorePiece;
+         keys <= 2 * kKeysTogether<K> && K::X::kPiece * K::Dot::kStep <= columns &&
+         columns <= kScorePiece && columns % K::Dot::kStep == 0;
 }
 
 // tile[key][lane] = sum_d keys[key][d] factor rows[lane][d], zero in the lanes past `height`: to
-// the bit what transpose_in and a product give. `count` keys, kKeys or one less, for which the last
-// one stands in. `top`, where it is set, rises to the largest of each lane.
+// the bit what pack_lanes and a product give. `count` keys, kKeys or one less, for which the last
+// one stands in. `top`, where it is set, rises to the largest of each lane. Pairs move as if they
+// were floats, and their sums get the factor.
 template <class K, int kKeys, int kGroups, bool kRagged, bool kScale>
 [[gnu::noinline]] void rows_product(const LaneRows<K>& x, int64_t height, int64_t columns,
                                     const char* keys, int64_t key_stride, int64_t count,
@@ -99,10 +102,11 @@ template <class K, int kKeys, int kGroups, bool kRagged, bool kScale>
   using T = typename K::T;
   using X = typename K::X;
   using V = typename X::V;
-  constexpr int kPiece = X::kPiece, kRows = kGroups * kPiece;
+  constexpr int kPiece = X::kPiece, kRows = kGroups * kPiece, kStep = K::Dot::kStep;
+  constexpr int64_t kUnit = sizeof(typename K::Unit), kItem = sizeof(typename K::S);
   // Four rows share a pointer: that leaves the addresses in registers. Past the last row, that row
   // stands in.
-  const T* row[kRagged ? kRows : kGroups];
+  const typename K::S* row[kRagged ? kRows : kGroups];
   const char *key[(kKeys + 3) / 4], *last_key = keys + (count - 1) * key_stride;
 #pragma GCC unroll 16
   for (int i = 0; i < (kRagged ? kRows : kGroups); i++)
@@ -116,27 +120,33 @@ template <class K, int kKeys, int kGroups, bool kRagged, bool kScale>
   for (int n = 0; n < kKeys; n++) sum[n] = X::zero();
   const auto load = [&]() __attribute__((always_inline)) {
     X::template load_columns<1, kGroups>(
-        [&](int i) { return kRagged ? row[i] : row[i / kPiece] + i % kPiece * stride; }, block);
+        [&](int i) { return (const T*)(kRagged ? row[i] : row[i / kPiece] + i % kPiece * stride); },
+        block);
   };
   const auto meet = [&](V v, int64_t column) __attribute__((always_inline)) {
-    if constexpr (kScale) v = X::mul(factor, v);
+    if constexpr (kScale && !K::kPairs) v = X::mul(factor, v);
 #pragma GCC unroll 16
     for (int n = 0; n < kKeys; n++) {
-      const char* const at = n + 1 < kKeys ? key[n / 4] + n % 4 * key_stride : last_key;
-      sum[n] = X::fma(v, X::set(((const T*)at)[column]), sum[n]);
+      typename K::Unit unit;
+      __builtin_memcpy(
+          &unit, (n + 1 < kKeys ? key[n / 4] + n % 4 * key_stride : last_key) + column * kUnit,
+          kUnit);
+      if constexpr (K::kPairs)
+        sum[n] = K::Dot::add_products(sum[n], v, K::Dot::set(unit));
+      else
+        sum[n] = X::fma(v, X::set(unit), sum[n]);
     }
   };
   const auto advance = [&](int64_t some) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-    for (int i = 0; i < (kRagged ? kRows : kGroups); i++) row[i] += some;
+    for (int i = 0; i < (kRagged ? kRows : kGroups); i++) row[i] += some * kStep;
 #pragma GCC unroll 4
-    for (int i = 0; i < (kKeys + 3) / 4; i++) key[i] += some * (int64_t)sizeof(T);
-    last_key += some * (int64_t)sizeof(T);
+    for (int i = 0; i < (kKeys + 3) / 4; i++) key[i] += some * kUnit;
+    last_key += some * kUnit;
   };
   // A piece is 16 bytes of each row, a fourth of a line; a line more, since rows end within lines.
-  constexpr int64_t kItem = sizeof(T);
   LaterRows<kRows / 4 + 1> later(x.rows, x.next, stride * kItem, columns * kItem, height);
-  int64_t left = columns;
+  int64_t left = columns / kStep;
   for (; left >= kPiece; left -= kPiece, advance(kPiece)) {
     load();
 #pragma GCC unroll 4
@@ -154,6 +164,7 @@ template <class K, int kKeys, int kGroups, bool kRagged, bool kScale>
   V largest = sum[0];
 #pragma GCC unroll 16
   for (int n = 0; n < kKeys; n++) {
+    if constexpr (kScale && K::kPairs) sum[n] = X::mul(factor, sum[n]);
     if constexpr (kRagged) sum[n] = X::select(in, sum[n], X::zero());
     if (n > 0) largest = X::max(sum[n], largest);
     X::store(tile + n * kRow, sum[n]);
@@ -162,8 +173,9 @@ template <class K, int kKeys, int kGroups, bool kRagged, bool kScale>
 }
 
 template <class K, bool kScale>
-void product_of_rows(const LaneRows<K>& x, int64_t rows, int64_t columns, const Operand& keys,
-                     int64_t count, typename K::T* tile, typename K::T* top) {
+[[gnu::noinline]] void product_of_rows(const LaneRows<K>& x, int64_t rows, int64_t columns,
+                                       const Operand& keys, int64_t count, typename K::T* tile,
+                                       typename K::T* top) {
   constexpr int kPiece = K::X::kPiece, kAll = K::kLanes / kPiece, kMost = kKeysTogether<K>;
   if (rows > K::kLanes || count > kMost) {
     const int64_t part = count > kMost ? (count + 1) / 2 : count;

@@ -49,7 +49,7 @@ bool one_tile_scores(const Attention& a, Heads heads, bool asks, bool all, Query
   T* const top = scores_are_product<K>(a, nullptr) ? w.top : nullptr;
   SeenByHeads seen(a.keys, w.bits);
   OneTileBands<K> bands(a, q, w.bands);
-  const bool hides = a.mask.data || !hides_nothing(a);
+  const bool plain = all_are_products<K>(a);
   const bool in_rows = takes_rows<K>(q.rows, a.keys, a.head_dim);
   const auto lanes = [&](int64_t b, int64_t h) {
     if (in_rows) return LaneRows<K>(row_of<K>(a.query, b, h, q.q0), a.query.row, (T)a.scale);
@@ -68,10 +68,10 @@ bool one_tile_scores(const Attention& a, Heads heads, bool asks, bool all, Query
       if (all) ask_head<K>(a.key, next.batch, kv_head(a, next.head), a.keys, a.head_dim, w.ahead);
     }
     if constexpr (kTakesRows<K>) {
-      if (in_rows && top && !hides) {  // the shortest way, for the shortest heads
-        for (int64_t r = 0; r < padded<K>(q.rows); r++) top[lane + r] = -(T)INFINITY;
+      if (in_rows && plain) {  // the shortest way, for the shortest heads
+        for (int64_t r = 0; top && r < padded<K>(q.rows); r++) top[lane + r] = -(T)INFINITY;
         product_of_rows<K, true>(query, q.rows, a.head_dim, key_rows, a.keys, w.s + lane,
-                                 top + lane);
+                                 top ? top + lane : nullptr);
         w.ahead.ask_rest();
         return seen.add(Visibility::kFull, nullptr, q.rows, lane);
       }
@@ -158,8 +158,9 @@ void forward_one_tile(const Attention& a, Heads heads, int64_t q0, int64_t rows,
     const bool beside = !all && q.rows > kWidthGroup && a.key.row == a.value.row;
     const bool partial = one_tile_scores<K>(a, heads, asks, all, q, w, [&](int64_t b, int64_t h) {
       const typename K::S* key = row_of<K>(a.key, b, kv_head(a, h), 0);
-      if (K::kInPlace && rows <= kTile)
-        return Operand{(const char*)key, a.key.row * (int64_t)sizeof(*key), sizeof(*key)};
+      if ((K::kInPlace && rows <= kTile) || takes_rows<K>(q.rows, keys, a.head_dim))
+        return Operand{(const char*)key, a.key.row * (int64_t)sizeof(*key),
+                       sizeof(typename K::Unit)};
       if (!packed.data || heads.count > 1)
         packed = rows_operand<K>(key, a.key.row, keys, a.head_dim, w.key);
       return packed;

@@ -18,18 +18,18 @@ constexpr int64_t kLine = 64;  // bytes that memory hands over together
 // lines and hold up everything else; so products ask for a line with each step.
 class Ahead {
  public:
-  // Hardware foresees most of a row that is longer than this.
-  static constexpr int64_t kLongest = 512;
-  // `longest`: rows of up to so many bytes are asked for all the same, but not where they lie whole
-  // pairs of pages apart: such lines share few sets of a cache.
+  // Hardware foresees most of a row that is longer than this, on some processors.
+  static constexpr int64_t kLongest = 512, kAnyLength = INT64_MAX;
+  // `longest`: rows of up to so many bytes are asked for all the same, but, unless all are, not
+  // where they lie whole pairs of pages apart: such lines share few sets of a cache.
   explicit Ahead(int64_t longest = kLongest) : longest_(longest) {}
   // `rows` rows of `bytes` bytes, `stride` bytes apart; forgotten where many are waiting, and where
   // rows are too long, unless `any_length` is wanted.
   void add(const void* first, int64_t stride, int64_t bytes, int64_t rows,
            bool any_length = false) {
-    const int64_t longest = stride % kTwoPages == 0 ? kLongest : longest_;
+    const bool apart = stride % kTwoPages == 0 && longest_ != kAnyLength;
     if (rows <= 0 || bytes <= 0 || end_ - begin_ == kMost) return;
-    if (bytes > longest && !any_length) return;
+    if (bytes > (apart ? kLongest : longest_) && !any_length) return;
     const bool joined = stride == bytes;  // the rows follow one another
     pieces_[end_++ % kMost] = {(const char*)first, stride, joined ? bytes * rows : bytes,
                                joined ? 1 : rows};

@@ -42,7 +42,7 @@ void score_product(const Operand& rows, int64_t keys, int64_t columns, const Lan
                    int64_t queries, typename K::T* tile, Ahead* ahead = nullptr,
                    typename K::T factor = 1, typename K::T* top = nullptr) {
   if constexpr (kTakesRows<K>) {
-    if (x.rows)
+    if (x.rows) [[unlikely]]
       return x.factor == 1 ? product_of_rows<K, false>(x, queries, columns, rows, keys, tile, top)
                            : product_of_rows<K, true>(x, queries, columns, rows, keys, tile, top);
   }
