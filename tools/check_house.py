@@ -61,7 +61,7 @@ MUST_NOT = [
 ]
 SPEAKS_TORCH = re.compile(
     r"csrc/((ops|problem|checks|sizes|autograd|autograd_call|autograd_nodes|autocast|meta|composite|direct|linear|explain)\.(h|cpp)"
-    r"|(cpu|cuda)/(attention|linear)\.cpp|cpu/(gradients|weights|explain)\.cpp|cpu/(attention|pages|schedule)\.h)"
+    r"|(cpu|cuda)/(attention|linear)\.cpp|cpu/(gradients|weights|explain)\.cpp|cpu/(attention|padding|pages|schedule)\.h)"
 )
 REFERENCE_IMPORTS = {"__future__", "collections", "math", "torch", "typing"}
 WORDS = [

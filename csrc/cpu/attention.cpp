@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "padding.h"
 #include "pages.h"
 #include "plan.h"
 
@@ -22,6 +23,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   Groups<Attention> groups = describe(
       query, key, &value, mask, bias, key_lengths, seed,
       {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
+  find_padding(groups, keep);
   const Tensor out = empty_out(query, value), lse = empty_lse(query, with_lse),
                lse_low = empty_lse(query, with_lse);
   first_touch(out);
@@ -99,6 +101,7 @@ std::tuple<Tensor, Tensor> attention_forward_tangent(
   Groups<Attention> groups = describe(
       query, key, &value, mask, bias, key_lengths, seed,
       {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
+  find_padding(groups, keep);
   check_saved(/*grad_out=*/std::nullopt, /*grad_lse=*/std::nullopt, query, value, out, lse,
               lse_low);
   const Tangents given{query_tangent, key_tangent, value_tangent, bias_tangent};

@@ -43,8 +43,6 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   using Dot = typename K::Dot;
   [[maybe_unused]] const typename Dot::Session session;
   const KeyRanges ranges = grad_ranges(a);
-  const int64_t begin = part.first * ranges.size, end = min_of(a.keys, part.last * ranges.size);
-  const int64_t length = max_of(0, end - begin);
   Arena arena{(char*)scratch};
   BackwardScratch<K> w(a, arena);
   const int64_t ld = padded<K>(a.head_dim), ldv = padded<K>(a.value_dim);
@@ -52,6 +50,10 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const bool write_bias = g.grad_bias.data && !g.adds_bias && bias_is_dense(a, g.grad_bias);
   const bool once_of_head = may_meet_once<K>(a);
   const bool uniform = a.uniform_empty_rows && !(once_of_head && !any_empty_row<K>(a, b, kv));
+  const int64_t begin = part.first * ranges.size, last = min_of(a.keys, part.last * ranges.size);
+  // Uniform rows see all keys.
+  const int64_t end = uniform ? last : min_of(last, max_of(begin, keys_in_tiles<K>(a, b)));
+  const int64_t length = max_of(0, end - begin);
   const bool with_delta = is_whole_head(a, part) && !g.grad_weights.data;
   const bool writes_query = !part.apart && part.last == ranges.count;
   const NextPart next = next_part(a, g, b, kv, part);
@@ -308,6 +310,8 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
       for (int64_t i = 0; i < count; i++) end_block(together[i], h);
     }
 
+  zero_rows<K>(g.grad_key, b, kv, end, last - end, a.head_dim);
+  zero_rows<K>(g.grad_value, b, kv, end, last - end, a.value_dim);
   for (int64_t at = 0; at < length; at += kTile) {
     if (w.touched[at / kTile]) continue;
     if (w.once) {

@@ -20,17 +20,18 @@ struct ShortHead {
   // These products ask for its Q, and for its dO. The scores of few queries are made otherwise.
   bool asks_query, asks_grad_out;
   bool value_too;  // its values are asked for beside grad_query
+  int64_t keys;    // that it meets
   const S *query, *key, *value, *grad_out;
 
   ShortHead(const Attention& attention, const AttentionGrad& grad, int64_t batch, int64_t head,
-            int64_t together)
-      : a(attention), g(grad), b(batch), h(head) {
+            int64_t together, int64_t met)
+      : a(attention), g(grad), b(batch), h(head), keys(met) {
     const LaterHead later(a, b, h, together);
     next = together > 1 ? NextPart{later.batch, later.head, 0} : next_head(a, g, b, h);
     ahead = next.batch < a.batch;
     all = !K::kPairs && asks_for_all<K>(a);
     const auto asks = [&](int64_t columns) {
-      return all || (!K::kPairs && takes_rows<K>(a.queries, a.keys, columns));
+      return all || (!K::kPairs && takes_rows<K>(a.queries, keys, columns));
     };
     asks_query = asks(a.head_dim) && !has_few_queries(a, K::kLimits);
     asks_grad_out = asks(a.value_dim);
@@ -45,16 +46,16 @@ struct ShortHead {
   [[gnu::always_inline]] void ask_next(BackwardScratch<K>& w) const {
     if (!ahead) return;
     const auto ask = [&](const Rows& queries, bool with_product, bool queries_beside,
-                         const Rows& keys, bool keys_beside, int64_t columns,
+                         const Rows& others, bool others_beside, int64_t columns,
                          LaneRows<K>& lanes) __attribute__((always_inline)) {
       if (with_product)
         ask_with_product<K>(queries, next.batch, next.kv_head, a.queries, columns, lanes, w.ahead);
       else if (!queries_beside)
         ask_for<K>(queries, next.batch, next.kv_head, a.queries, columns);
       if (all)
-        ask_head<K>(keys, next.batch, next.kv_head, a.keys, columns, w.ahead);
-      else if (!keys_beside)
-        ask_for<K>(keys, next.batch, next.kv_head, a.keys, columns);
+        ask_head<K>(others, next.batch, next.kv_head, keys, columns, w.ahead);
+      else if (!others_beside)
+        ask_for<K>(others, next.batch, next.kv_head, keys, columns);
     };
     ask(a.query, asks_query, g.grad_key.data, a.key, g.grad_query.data, a.head_dim, w.query_lanes);
     if (!g.grad_out.data) return;
@@ -78,7 +79,7 @@ struct ShortHead {
   }
   bool finite() const {
     return all_finite<K>(query, a.query.row, a.queries, a.head_dim) &&
-           all_finite<K>(key, a.key.row, a.keys, a.head_dim) &&
+           all_finite<K>(key, a.key.row, keys, a.head_dim) &&
            (!g.grad_out.data || all_finite<K>(grad_out, g.grad_out.row, a.queries, a.value_dim));
   }
 };
@@ -86,9 +87,9 @@ struct ShortHead {
 // S and dP of the heads in w.p and w.ds, and what they see.
 template <class K>
 SeenByHeads short_products(const Attention& a, const AttentionGrad& g, Heads heads,
-                           BackwardScratch<K>& w) {
+                           const MetKeys& met, BackwardScratch<K>& w) {
   using S = typename K::S;
-  const int64_t rows = a.queries, keys = a.keys;
+  const int64_t rows = a.queries, keys = met.count;
   const auto in_place = [&](const S* from, const Rows& t, int64_t columns, typename K::Unit* to) {
     if (K::kInPlace || takes_rows<K>(rows, keys, columns))
       return Operand{(const char*)from, t.row * (int64_t)sizeof(S), sizeof(typename K::Unit)};
@@ -96,13 +97,13 @@ SeenByHeads short_products(const Attention& a, const AttentionGrad& g, Heads hea
   };
   const bool in_rows = takes_rows<K>(rows, keys, a.head_dim) &&
                        takes_rows<K>(rows, keys, a.value_dim) && !g.grad_weights.data &&
-                       all_are_products<K>(a);
+                       all_are_products<K>(a, met);
   SeenByHeads seen(keys, w.bits);
   w.paired = false;
   for_heads<K>(a, heads, rows, [&](int64_t i, int64_t b, int64_t h, int64_t lane) {
-    const ShortHead<K> head(a, g, b, h, heads.count);
+    const ShortHead<K> head(a, g, b, h, heads.count, keys);
     if (i == 0) head.ask_next_levels(heads.count);
-    load_queries<K>(a, g, b, h, 0, rows, w, true, lane);
+    load_queries<K>(a, g, b, h, 0, rows, w, keys, lane);
     head.ask_next(w);
     const auto key_rows = [&] { return in_place(head.key, a.key, a.head_dim, w.keys_in); };
     const auto value_rows = [&] { return in_place(head.value, a.value, a.value_dim, w.values_in); };
@@ -137,7 +138,7 @@ void write_short_head(const ShortHead<K>& head, int64_t lane, bool dirty, Backwa
   using T = typename K::T;
   const Attention& a = head.a;
   const AttentionGrad& g = head.g;
-  const int64_t rows = a.queries, keys = a.keys, d = a.head_dim, dv = a.value_dim;
+  const int64_t rows = a.queries, keys = head.keys, d = a.head_dim, dv = a.value_dim;
   // The head's lanes, as if they were the first.
   for (int64_t n = 0; dirty && n < keys; n++) w.head_bits[n] = w.bits[n] >> lane;
   const auto write = [&]<Contiguous kA>(const WidthRows<K>& x, int64_t count, const T* weights,
@@ -167,17 +168,17 @@ void backward_one_tile(const Attention& a, const AttentionGrad& g, Heads heads,
                        BackwardScratch<K>& w) {
   using T = typename K::T;
   using X = typename K::X;
-  const int64_t rows = a.queries, keys = a.keys, vectors = heads.count * vectors_of<K>(rows);
-  const SeenByHeads seen = short_products<K>(a, g, heads, w);
-  if (!seen.any()) {
-    for_heads<K>(a, heads, rows, [&](int64_t, int64_t b, int64_t h, int64_t) {
-      zero_rows<K>(g.grad_query, b, h, 0, rows, a.head_dim);
-      zero_rows<K>(g.grad_key, b, h, 0, keys, a.head_dim);
-      zero_rows<K>(g.grad_value, b, h, 0, keys, a.value_dim);
-    });
-    return;
-  }
-  if (a.dropout.seed) drop_heads<K>(a, heads, 0, rows, w.head_bits, w.keep);
+  const MetKeys met(a, heads);
+  const int64_t rows = a.queries, keys = met.count, vectors = heads.count * vectors_of<K>(rows);
+  const SeenByHeads seen = short_products<K>(a, g, heads, met, w);
+  const int64_t seen_keys = seen.any() ? keys : 0;
+  for_heads<K>(a, heads, rows, [&](int64_t, int64_t b, int64_t h, int64_t) {
+    if (!seen.any()) zero_rows<K>(g.grad_query, b, h, 0, rows, a.head_dim);
+    zero_rows<K>(g.grad_key, b, h, seen_keys, a.keys - seen_keys, a.head_dim);
+    zero_rows<K>(g.grad_value, b, h, seen_keys, a.keys - seen_keys, a.value_dim);
+  });
+  if (!seen.any()) return;
+  if (a.dropout.seed) drop_heads<K>(a, heads, 0, rows, keys, w.head_bits, w.keep);
   gradient_pairs<K>(a, vectors, keys, seen.partial(), w);
   const bool dense = g.grad_bias.data && !g.adds_bias && bias_is_dense(a, g.grad_bias);
   for (int64_t r = 0; dense && r < kRow; r++) w.one[r] = 1;
@@ -192,7 +193,7 @@ void backward_one_tile(const Attention& a, const AttentionGrad& g, Heads heads,
   if (g.grad_value.data) scale_tile<K>((T)a.dropout.keep_scale, keys, vectors, w.p);
   scale_tile<K>((T)a.scale, keys, vectors, w.ds);
   for_heads<K>(a, heads, rows, [&](int64_t, int64_t b, int64_t h, int64_t lane) {
-    const ShortHead<K> head(a, g, b, h, heads.count);
+    const ShortHead<K> head(a, g, b, h, heads.count, keys);
     write_short_head<K>(head, lane, seen.partial() && !head.finite(), w);
   });
 }

@@ -67,7 +67,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     if (!alone) ask_rows<K>(a.value, batch, kv_head, first, a.keys, value_dim, w.ahead);
   };
   for (int64_t k0 = seen.begin; k0 < seen.end; k0 += kTile) {
-    const int64_t keys = min_of(kTile, a.keys - k0);
+    const int64_t keys = min_of(kTile, keys_in_tiles<K>(a, b) - k0);
     const typename K::S* value = row_of<K>(a.value, b, kv, k0);
     Operand key_rows, value_columns;
     VectorRows<K> value_rows{};

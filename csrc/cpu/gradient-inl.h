@@ -87,11 +87,11 @@ void delta(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int
   }
 }
 
-// Packs one block of queries: Q and dO as lanes, or, with `in_rows`, where takes_rows allows it, as
-// they are; and what is subtracted from S and dP, from `lane` on.
+// Packs one block of queries: Q and dO as lanes, or, where takes_rows allows it for `in_rows` keys,
+// as they are; and what is subtracted from S and dP, from `lane` on.
 template <class K>
 void load_queries(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t q0,
-                  int64_t rows, GradScratch<K>& w, bool in_rows = false, int64_t lane = 0) {
+                  int64_t rows, GradScratch<K>& w, int64_t in_rows = 0, int64_t lane = 0) {
   row_levels<K>(a, b, h, q0, rows, w.high + lane, w.low + lane);
   const typename K::T* shift = (const typename K::T*)(w.whole ? g.grad_lse : g.delta);
   if (shift) shift += (b * a.heads + h) * a.queries + q0;
@@ -101,11 +101,11 @@ void load_queries(const Attention& a, const AttentionGrad& g, int64_t b, int64_t
   w.query_lanes = w.query;
   w.grad_out_lanes = w.grad_out;
   const typename K::S* const grad_out = row_of<K>(g.grad_out, b, h, q0);
-  if (in_rows && takes_rows<K>(rows, a.keys, a.head_dim))
+  if (takes_rows<K>(rows, in_rows, a.head_dim))
     w.query_lanes = {row_of<K>(a.query, b, h, q0), a.query.row, (typename K::T)a.scale};
   else
     pack_query<K>(a, b, h, q0, rows, w.query);
-  if (in_rows && takes_rows<K>(rows, a.keys, a.value_dim))
+  if (takes_rows<K>(rows, in_rows, a.value_dim))
     w.grad_out_lanes = {grad_out, g.grad_out.row, 1};
   else if (g.grad_out.data)
     pack_lanes<K>(grad_out, g.grad_out.row, rows, a.value_dim, w.grad_out);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "padding.h"
 #include "pages.h"
 #include "plan.h"
 
@@ -300,6 +301,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   Groups<Attention> groups = describe(
       query, key, &value, mask, bias, key_lengths, seed,
       {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
+  find_padding(groups, keep);
   check_saved(grad_out, grad_lse, query, value, out, lse, lse_low);
   set(groups, &Attention::out, out, keep);
   set_lse(groups, lse, lse_low, keep);
@@ -343,6 +345,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_tangent(
   Groups<Attention> groups = describe(
       query, key, &value, mask, bias, key_lengths, seed,
       {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
+  find_padding(groups, keep);
   check_saved(grad_out, grad_lse, query, value, out, lse, lse_low);
   const Tangents given{query_tangent, key_tangent, value_tangent, bias_tangent};
   check_tangents(given, query, key, value, bias);

@@ -29,10 +29,29 @@ struct LaterHead {
   }
 };
 
-// Whether no pair is hidden, and scores are what products of Q and K give, and nothing else.
+// The keys that they meet: those that lengths hide from all of them are as if they were not there,
+// unless rows that see nothing are uniform. `all`: each meets all of these.
+struct MetKeys {
+  int64_t count = 0;
+  bool all = true;
+  MetKeys(const Attention& a, Heads heads) {
+    const int64_t first = heads.first / a.heads, last = (heads.first + heads.count - 1) / a.heads;
+    int64_t least = a.keys;
+    for (int64_t b = first; b <= last; b++) {
+      const int64_t keys = key_count(a, b);
+      count = max_of(count, keys);
+      least = min_of(least, keys);
+    }
+    if (count == 0 || a.uniform_empty_rows) count = a.keys;
+    all = least == count;
+  }
+};
+// Whether no pair of a head with these keys is hidden, and scores are what products of Q and K
+// give, and nothing else.
 template <class K>
-bool all_are_products(const Attention& a) {
-  return !a.mask.data && hides_nothing(a) && !a.bias.data && !has_few_queries(a, K::kLimits);
+bool all_are_products(const Attention& a, const MetKeys& keys) {
+  return keys.all && !a.band.left_bounded && !a.band.right_bounded && !a.mask.data &&
+         !a.bias.data && !has_few_queries(a, K::kLimits);
 }
 // Whether the products of queries and keys take so long that they ask for all that they will read
 // of a later head, a line with each step. (Those that take rows ask for rows alone: asking takes
@@ -108,12 +127,12 @@ class SeenByHeads {
 
 // What dropout keeps of the heads: `one` has room for a head.
 template <class K>
-void drop_heads(const Attention& a, Heads heads, int64_t q0, int64_t rows, uint64_t* one,
-                uint64_t* keep) {
-  fill_bits(0, a.keys, keep);
+void drop_heads(const Attention& a, Heads heads, int64_t q0, int64_t rows, int64_t keys,
+                uint64_t* one, uint64_t* keep) {
+  fill_bits(0, keys, keep);
   for_heads<K>(a, heads, rows, [&](int64_t, int64_t b, int64_t h, int64_t lane) {
-    dropout_tile<K>(a, b, h, q0, rows, 0, a.keys, one);
-    add_bits(one, a.keys, rows, lane, keep);
+    dropout_tile<K>(a, b, h, q0, rows, 0, keys, one);
+    add_bits(one, keys, rows, lane, keep);
   });
 }
 

@@ -21,12 +21,12 @@ void scale_lanes(const typename K::T* factor, int64_t keys, int64_t vectors, typ
 template <class K>
 class OneTileBands {
  public:
-  OneTileBands(const Attention& a, const QueryBlock<K>& q, Range* room)
-      : a_(a), q_(q), room_(room) {}
+  OneTileBands(const Attention& a, int64_t keys, const QueryBlock<K>& q, Range* room)
+      : a_(a), keys_(keys), q_(q), room_(room) {}
   const Range* of(int64_t b) {
     if (!known_ || a_.key_lengths) {
       cut_ = (a_.key_lengths || q_.rows > kBandQueries<K>) &&
-             find_bands<K>(a_, b, q_.q0, q_.rows, 0, a_.keys, room_);
+             find_bands<K>(a_, b, q_.q0, q_.rows, 0, keys_, room_);
       known_ = true;
     }
     return cut_ ? room_ : nullptr;
@@ -34,6 +34,7 @@ class OneTileBands {
 
  private:
   const Attention& a_;
+  const int64_t keys_;
   const QueryBlock<K>& q_;
   Range* room_;
   bool known_ = false, cut_ = false;
@@ -43,14 +44,15 @@ class OneTileBands {
 // Whether some pairs are hidden; then w.bits says which. prepare(b, h) is called before each head,
 // and returns its keys. `asks`: for later heads, and `all` as asks_for_all says.
 template <class K, class Prepare>
-bool one_tile_scores(const Attention& a, Heads heads, bool asks, bool all, QueryBlock<K>& q,
-                     ForwardScratch<K>& w, const Prepare& prepare) {
+bool one_tile_scores(const Attention& a, Heads heads, const MetKeys& met, bool asks, bool all,
+                     QueryBlock<K>& q, ForwardScratch<K>& w, const Prepare& prepare) {
   using T = typename K::T;
   T* const top = scores_are_product<K>(a, nullptr) ? w.top : nullptr;
-  SeenByHeads seen(a.keys, w.bits);
-  OneTileBands<K> bands(a, q, w.bands);
-  const bool plain = all_are_products<K>(a);
-  const bool in_rows = takes_rows<K>(q.rows, a.keys, a.head_dim);
+  const int64_t keys = met.count;
+  SeenByHeads seen(keys, w.bits);
+  OneTileBands<K> bands(a, keys, q, w.bands);
+  const bool plain = all_are_products<K>(a, met);
+  const bool in_rows = takes_rows<K>(q.rows, keys, a.head_dim);
   const auto lanes = [&](int64_t b, int64_t h) {
     if (in_rows) return LaneRows<K>(row_of<K>(a.query, b, h, q.q0), a.query.row, (T)a.scale);
     pack_query<K>(a, b, h, q.q0, q.rows, q.query);
@@ -65,22 +67,22 @@ bool one_tile_scores(const Attention& a, Heads heads, bool asks, bool all, Query
         ask_with_product<K>(a.query, next.batch, next.head, a.queries, a.head_dim, query, w.ahead);
       else
         ask_for<K>(a.query, next.batch, next.head, a.queries, a.head_dim);
-      if (all) ask_head<K>(a.key, next.batch, kv_head(a, next.head), a.keys, a.head_dim, w.ahead);
+      if (all) ask_head<K>(a.key, next.batch, kv_head(a, next.head), keys, a.head_dim, w.ahead);
     }
     if constexpr (kTakesRows<K>) {
       if (in_rows && plain) {  // the shortest way, for the shortest heads
         for (int64_t r = 0; top && r < padded<K>(q.rows); r++) top[lane + r] = -(T)INFINITY;
-        product_of_rows<K, true>(query, q.rows, a.head_dim, key_rows, a.keys, w.s + lane,
+        product_of_rows<K, true>(query, q.rows, a.head_dim, key_rows, keys, w.s + lane,
                                  top ? top + lane : nullptr);
         w.ahead.ask_rest();
         return seen.add(Visibility::kFull, nullptr, q.rows, lane);
       }
     }
     uint64_t* const bits = w.head_bits;
-    Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, 0, a.keys, bits);
+    Visibility visible = visibility_of<K>(a, b, h, q.q0, q.rows, 0, keys, bits);
     if (visible != Visibility::kEmpty)
       visible =
-          scores<K>(a, b, h, q.q0, q.rows, 0, a.keys, query, key_rows, visible, bits, w.s + lane,
+          scores<K>(a, b, h, q.q0, q.rows, 0, keys, query, key_rows, visible, bits, w.s + lane,
                     w.extra, &w.ahead, top ? nullptr : bands.of(b), top ? top + lane : nullptr);
     w.ahead.ask_rest();
     seen.add(visible, bits, q.rows, lane);
@@ -110,12 +112,12 @@ void one_tile_lse(const Attention& a, Heads heads, const QueryBlock<K>& q) {
 
 // P of the heads, dropped, in w.s, and lse.
 template <class K>
-void one_tile_weights(const Attention& a, Heads heads, bool partial, QueryBlock<K>& q,
+void one_tile_weights(const Attention& a, Heads heads, int64_t keys, bool partial, QueryBlock<K>& q,
                       ForwardScratch<K>& w) {
   using T = typename K::T;
   using X = typename K::X;
   const T* const top = scores_are_product<K>(a, nullptr) ? w.top : nullptr;
-  softmax_one_tile<K>(a.keys, q.vectors, w.s, top, Seen{partial ? w.bits : nullptr}, q.m, q.l);
+  softmax_one_tile<K>(keys, q.vectors, w.s, top, Seen{partial ? w.bits : nullptr}, q.m, q.l);
   const int64_t lanes = q.vectors * K::kLanes;
   if (a.lse) one_tile_lse<K>(a, heads, q);
   uint64_t rows = 0;
@@ -127,7 +129,7 @@ void one_tile_weights(const Attention& a, Heads heads, bool partial, QueryBlock<
     empty |= X::bits(X::eq(X::load(q.l + i), X::zero())) << i;
   empty &= rows;
   if (empty && a.uniform_empty_rows) {  // P = 1 / Lk over all keys
-    for (int64_t n = 0; n < a.keys; n++) {
+    for (int64_t n = 0; n < keys; n++) {
       w.bits[n] = partial ? w.bits[n] | empty : rows;
       for (int64_t i = 0; i < lanes; i += K::kLanes) {
         T* p = w.s + n * kRow + i;
@@ -137,18 +139,19 @@ void one_tile_weights(const Attention& a, Heads heads, bool partial, QueryBlock<
   }
   for (uint64_t left = empty; left; left &= left - 1) q.l[__builtin_ctzll(left)] = 1;
   if (a.dropout.seed) {
-    drop_heads<K>(a, heads, q.q0, q.rows, w.head_bits, w.keep);
-    select_tile<K>(w.keep, a.keys, q.vectors, 0, w.s);
+    drop_heads<K>(a, heads, q.q0, q.rows, keys, w.head_bits, w.keep);
+    select_tile<K>(w.keep, keys, q.vectors, 0, w.s);
   }
   const T kept = (T)a.dropout.keep_scale;
   for (int64_t r = 0; r < lanes; r++) q.l[r] = kept / q.l[r];
-  scale_lanes<K>(q.l, a.keys, q.vectors, w.s);
+  scale_lanes<K>(q.l, keys, q.vectors, w.s);
 }
 
 template <class K>
 void forward_one_tile(const Attention& a, Heads heads, int64_t q0, int64_t rows,
                       ForwardScratch<K>& w) {
-  const int64_t keys = a.keys, columns = a.value_dim;
+  const MetKeys met(a, heads);
+  const int64_t keys = met.count, columns = a.value_dim;
   const bool asks = a.queries <= kTile, all = asks && asks_for_all<K>(a);
   QueryBlock<K>& q = w.blocks[0];
   Operand packed{nullptr, 0, 0};
@@ -156,17 +159,18 @@ void forward_one_tile(const Attention& a, Heads heads, int64_t q0, int64_t rows,
     q.rows = min_of(kTile, q0 + rows - q.q0);
     q.vectors = heads.count * vectors_of<K>(q.rows);
     const bool beside = !all && q.rows > kWidthGroup && a.key.row == a.value.row;
-    const bool partial = one_tile_scores<K>(a, heads, asks, all, q, w, [&](int64_t b, int64_t h) {
-      const typename K::S* key = row_of<K>(a.key, b, kv_head(a, h), 0);
-      if ((K::kInPlace && rows <= kTile) || takes_rows<K>(q.rows, keys, a.head_dim))
-        return Operand{(const char*)key, a.key.row * (int64_t)sizeof(*key),
-                       sizeof(typename K::Unit)};
-      if (!packed.data || heads.count > 1)
-        packed = rows_operand<K>(key, a.key.row, keys, a.head_dim, w.key);
-      return packed;
-    });
-    one_tile_weights<K>(a, heads, partial, q, w);
-    OneTileBands<K> bands(a, q, w.bands);
+    const bool partial =
+        one_tile_scores<K>(a, heads, met, asks, all, q, w, [&](int64_t b, int64_t h) {
+          const typename K::S* key = row_of<K>(a.key, b, kv_head(a, h), 0);
+          if ((K::kInPlace && rows <= kTile) || takes_rows<K>(q.rows, keys, a.head_dim))
+            return Operand{(const char*)key, a.key.row * (int64_t)sizeof(*key),
+                           sizeof(typename K::Unit)};
+          if (!packed.data || heads.count > 1)
+            packed = rows_operand<K>(key, a.key.row, keys, a.head_dim, w.key);
+          return packed;
+        });
+    one_tile_weights<K>(a, heads, keys, partial, q, w);
+    OneTileBands<K> bands(a, keys, q, w.bands);
     for_heads<K>(a, heads, q.rows, [&](int64_t, int64_t b, int64_t h, int64_t lane) {
       const typename K::S* value = row_of<K>(a.value, b, kv_head(a, h), 0);
       typename K::S* to = row_of<K>(a.out, b, h, q.q0);

@@ -360,7 +360,7 @@ void forward_tangent(const Attention& a, const AttentionTangent& t, int64_t b, i
   if (!with_scores && !t.value.data) seen.end = 0;
 
   for (int64_t k0 = seen.begin / kTile * kTile; k0 < seen.end; k0 += kTile) {
-    const int64_t keys = min_of(kTile, a.keys - k0);
+    const int64_t keys = min_of(kTile, keys_in_tiles<K>(a, b) - k0);
     Operand key_rows, key_tangent_rows{};
     ValueRows<K> value{}, value_tangent{};
     bool packed = false;

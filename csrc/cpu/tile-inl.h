@@ -60,6 +60,13 @@ struct Kind {
   static constexpr bool kApart = kSplit || kPairs;
 };
 
+// The keys of a head that tiles are made of: as if those that lengths hide, the last ones, were not
+// there. A matrix unit does whole tiles anyway.
+template <class K>
+int64_t keys_in_tiles(const Attention& a, int64_t b) {
+  return K::Dot::kRowBlock > 1 || K::kCut ? a.keys : key_count(a, b);
+}
+
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 template <class K>
 int64_t vectors_of(int64_t n) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "padding.h"
 #include "pages.h"
 #include "schedule.h"
 
@@ -46,6 +47,7 @@ Tensor attention_weights(const Tensor& query, const Tensor& key, const OptionalT
   Groups<Attention> groups =
       describe(query, key, nullptr, mask, bias, key_lengths, std::nullopt,
                {corner, window_left, window_right, 0.0, scale, uniform_empty_rows, origin}, keep);
+  find_padding(groups, keep);
   check_selection(query, lse, lse_low, heads, rows);
   if (lse) set_lse(groups, *lse, lse_low, keep);
   const Attention& a = groups[0];
@@ -120,6 +122,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
   Groups<Attention> groups =
       describe(query, key, &value, mask, bias, key_lengths, std::nullopt,
                {corner, window_left, window_right, 0.0, scale, uniform_empty_rows, origin}, keep);
+  find_padding(groups, keep);
   set_lse(groups, high, low.defined() ? OptionalTensor(low) : std::nullopt, keep);
 
   // A hidden pair has P = 0 and an unknown dP: select, do not multiply.

@@ -1,0 +1,55 @@
+// A mask that hides the last keys of a batch entry from all its queries, as padding does, says what
+// lengths say, and they cost nothing: what they hide is as if it were not there.
+#pragma once
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "../problem.h"
+#include "../spec/mask.h"
+
+namespace mha_ext::cpu {
+
+// How many keys a row of a mask shows, if it shows the first ones and no others; else -1.
+inline int64_t shown_keys(const Attention& a, int64_t b) {
+  const Pairs& mask = a.mask;
+  const int64_t step = mask.key * mask.item_size;
+  const char* row = static_cast<const char*>(mask.data) + b * mask.batch * mask.item_size;
+  int64_t shown = 0;
+  for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
+    const int64_t keys = std::min(kTile, a.keys - k0);
+    const uint64_t seen = mask_row(row + k0 * step, mask.key, mask.item_size, keys);
+    if (seen & (seen + 1) || (seen && shown < k0)) return -1;
+    shown += __builtin_popcountll(seen);
+  }
+  return shown;
+}
+
+// Puts lengths in the place of such a mask, where that moves no diagonal, and all groups have one.
+inline void find_padding(Groups<Attention>& groups, std::vector<at::Tensor>& keep) {
+  const Attention& first = groups[0];
+  const bool bounded = first.band.left_bounded || first.band.right_bounded;
+  if (!first.mask.data || (first.mask.query && first.queries > 1) ||
+      (first.mask.head && first.heads > 1) || (bounded && first.band.lower_right))
+    return;
+  const at::Tensor lengths =
+      at::empty({static_cast<int64_t>(groups.size()), first.batch}, at::TensorOptions(at::kLong));
+  int64_t* to = lengths.mutable_data_ptr<int64_t>();
+  for (const Attention& a : groups)
+    for (int64_t b = 0; b < a.batch; b++, to++) {
+      const int64_t shown = b && !a.mask.batch ? to[-b] : shown_keys(a, b);
+      if (shown < 0) return;
+      *to = shown;
+    }
+  keep.push_back(lengths);
+  to = lengths.mutable_data_ptr<int64_t>();
+  for (Attention& a : groups) {
+    for (int64_t b = 0; b < a.batch; b++) to[b] = std::min(to[b], key_count(a, b));
+    a.key_lengths = to;
+    a.mask = {};
+    to += a.batch;
+  }
+}
+
+}  // namespace mha_ext::cpu
