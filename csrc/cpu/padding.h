@@ -8,6 +8,7 @@
 
 #include "../problem.h"
 #include "../spec/mask.h"
+#include "kernels.h"
 
 namespace mha_ext::cpu {
 
@@ -27,11 +28,14 @@ inline int64_t shown_keys(const Attention& a, int64_t b) {
 }
 
 // Puts lengths in the place of such a mask, where that moves no diagonal, and all groups have one.
+// Where operands are cut into limbs, tiles that lengths cut have other bits than those that a mask
+// does, and whether the masks of a whole batch are of padding must change none.
 inline void find_padding(Groups<Attention>& groups, std::vector<at::Tensor>& keep) {
   const Attention& first = groups[0];
   const bool bounded = first.band.left_bounded || first.band.right_bounded;
   if (!first.mask.data || (first.mask.query && first.queries > 1) ||
-      (first.mask.head && first.heads > 1) || (bounded && first.band.lower_right))
+      (first.mask.head && first.heads > 1) || (bounded && first.band.lower_right) ||
+      kernels_for(first).packs(first))
     return;
   const at::Tensor lengths =
       at::empty({static_cast<int64_t>(groups.size()), first.batch}, at::TensorOptions(at::kLong));
