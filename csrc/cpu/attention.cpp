@@ -20,10 +20,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     double dropout_p, double scale, bool uniform_empty_rows, c10::SymIntArrayRef origin,
     bool with_lse) {
   std::vector<Tensor> keep;
-  Groups<Attention> groups = describe(
+  Groups<Attention> groups = describe_padded(
       query, key, &value, mask, bias, key_lengths, seed,
       {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
-  find_padding(groups, keep);
   const Tensor out = empty_out(query, value), lse = empty_lse(query, with_lse),
                lse_low = empty_lse(query, with_lse);
   first_touch(out);
@@ -98,10 +97,9 @@ std::tuple<Tensor, Tensor> attention_forward_tangent(
     OptionalSymInt window_left, OptionalSymInt window_right, double dropout_p, double scale,
     bool uniform_empty_rows, c10::SymIntArrayRef origin) {
   std::vector<Tensor> keep;
-  Groups<Attention> groups = describe(
+  Groups<Attention> groups = describe_padded(
       query, key, &value, mask, bias, key_lengths, seed,
       {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
-  find_padding(groups, keep);
   check_saved(/*grad_out=*/std::nullopt, /*grad_lse=*/std::nullopt, query, value, out, lse,
               lse_low);
   const Tangents given{query_tangent, key_tangent, value_tangent, bias_tangent};

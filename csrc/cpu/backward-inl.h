@@ -52,7 +52,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const bool uniform = a.uniform_empty_rows && !(once_of_head && !any_empty_row<K>(a, b, kv));
   const int64_t begin = part.first * ranges.size, last = min_of(a.keys, part.last * ranges.size);
   // Uniform rows see all keys.
-  const int64_t end = uniform ? last : min_of(last, max_of(begin, keys_in_tiles<K>(a, b)));
+  const int64_t end = end_of_existing<K>(a, b, begin, last, uniform);
   const int64_t length = max_of(0, end - begin);
   const bool with_delta = is_whole_head(a, part) && !g.grad_weights.data;
   const bool writes_query = !part.apart && part.last == ranges.count;
@@ -179,8 +179,9 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
       ask_rows<K>(g.grad_value, b, kv, k0, end, a.value_dim, ahead);
       if (next.batch < a.batch) {
         const int64_t then = next.begin + k0 - begin;
-        ask_rows<K>(a.key, next.batch, next.kv_head, then, a.keys, a.head_dim, ahead);
-        ask_rows<K>(a.value, next.batch, next.kv_head, then, a.keys, a.value_dim, ahead);
+        const int64_t exist = keys_in_tiles<K>(a, next.batch);
+        ask_rows<K>(a.key, next.batch, next.kv_head, then, exist, a.head_dim, ahead);
+        ask_rows<K>(a.value, next.batch, next.kv_head, then, exist, a.value_dim, ahead);
       }
     }
     const bool more = k0 + kTile < end;
@@ -310,8 +311,6 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
       for (int64_t i = 0; i < count; i++) end_block(together[i], h);
     }
 
-  zero_rows<K>(g.grad_key, b, kv, end, last - end, a.head_dim);
-  zero_rows<K>(g.grad_value, b, kv, end, last - end, a.value_dim);
   for (int64_t at = 0; at < length; at += kTile) {
     if (w.touched[at / kTile]) continue;
     if (w.once) {
@@ -323,7 +322,12 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
     for (int64_t i = at * ld; i < (at + kTile) * ld; i++) w.grad_key[i] = 0;
     for (int64_t i = at * ldv; i < (at + kTile) * ldv; i++) w.grad_value[i] = 0;
   }
-  if (w.once) return;
+  if (w.once) {
+    zero_rows<K>(g.grad_key, b, kv, end, last - end, a.head_dim);
+    zero_rows<K>(g.grad_value, b, kv, end, last - end, a.value_dim);
+    return;
+  }
+  write_unseen_keys<K>(a, g, b, kv, end, last);
   if (g.grad_key.data)
     scale_out<X>(w.grad_key, ld, (T)a.scale, length, a.head_dim,
                  row_of<K>(g.grad_key, b, kv, begin), g.grad_key.row);

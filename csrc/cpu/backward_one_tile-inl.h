@@ -29,7 +29,7 @@ struct ShortHead {
     const LaterHead later(a, b, h, together);
     next = together > 1 ? NextPart{later.batch, later.head, 0} : next_head(a, g, b, h);
     ahead = next.batch < a.batch;
-    all = !K::kPairs && asks_for_all<K>(a);
+    all = !K::kPairs && asks_for_all<K>(a, keys);
     const auto asks = [&](int64_t columns) {
       return all || (!K::kPairs && takes_rows<K>(a.queries, keys, columns));
     };
@@ -206,17 +206,18 @@ void backward_heads(const Attention& a, const AttentionGrad& g, int64_t first, i
   Arena arena{(char*)scratch};
   BackwardScratch<K> w(a, arena);
   w.whole = g.all_keys && a.lse_low && !g.grad_weights.data;
-  bool uniform = false;  // then it takes more than one product
-  for_heads<K>(a, heads, a.queries, [&](int64_t, int64_t b, int64_t h, int64_t) {
-    uniform = uniform || (a.uniform_empty_rows && any_empty_row<K>(a, b, h));
+  uint64_t uniform = 0;  // heads with uniform rows, which take more than one product
+  for_heads<K>(a, heads, a.queries, [&](int64_t i, int64_t b, int64_t h, int64_t) {
+    uniform |= (uint64_t)(a.uniform_empty_rows && any_empty_row<K>(a, b, h)) << i;
+    if (!w.whole && !g.grad_weights.data) delta<K>(a, g, b, h, 0);
   });
-  for_heads<K>(a, heads, a.queries, [&](int64_t, int64_t b, int64_t h, int64_t) {
-    if (uniform)
+  if (!uniform) return backward_one_tile<K>(a, g, heads, w);
+  for_heads<K>(a, heads, a.queries, [&](int64_t i, int64_t b, int64_t h, int64_t) {
+    if (uniform >> i & 1)
       backward<K>(a, g, b, h, {0, grad_ranges(a).count, false}, nullptr, scratch);
-    else if (!w.whole && !g.grad_weights.data)
-      delta<K>(a, g, b, h, 0);
+    else
+      backward_one_tile<K>(a, g, {heads.first + i, 1}, w);
   });
-  if (!uniform) backward_one_tile<K>(a, g, heads, w);
 }
 
 template <class K>

@@ -297,8 +297,8 @@ void backward_tangent(const Attention& a, const AttentionGrad& g, const Attentio
   const KeyRanges ranges = key_ranges(a);
   const int64_t begin = range * ranges.size, last = min_of(a.keys, begin + ranges.size);
   // Uniform rows see all keys.
-  const int64_t exist = a.uniform_empty_rows ? last : keys_in_tiles<K>(a, b);
-  const int64_t end = min_of(last, max_of(begin, exist)), length = max_of(0, end - begin);
+  const int64_t end = end_of_existing<K>(a, b, begin, last, a.uniform_empty_rows);
+  const int64_t length = max_of(0, end - begin);
   const int64_t d = a.head_dim, dv = a.value_dim, ld = padded<K>(d), ldv = padded<K>(dv);
   const int64_t group = a.heads / a.kv_heads, blocks = ceil_div(a.queries, kTile);
   const bool write_bias = g.grad_bias.data && bias_is_dense(a, g.grad_bias);
@@ -406,8 +406,7 @@ void backward_tangent(const Attention& a, const AttentionGrad& g, const Attentio
         transpose_out<X>(w.grad_query, w.one, rows, d, to, d);
       }
     }
-  zero_rows<K>(g.grad_key, b, kv, end, last - end, d);
-  zero_rows<K>(g.grad_value, b, kv, end, last - end, dv);
+  write_unseen_keys<K>(a, g, b, kv, end, last);
   if (g.grad_key.data)
     scale_out<X>(w.grad_key, ld, (T)a.scale, length, d, row_of<K>(g.grad_key, b, kv, begin),
                  g.grad_key.row);

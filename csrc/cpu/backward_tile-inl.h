@@ -100,6 +100,23 @@ void zero_rows(const Rows& t, int64_t b, int64_t h, int64_t first, int64_t rows,
     __builtin_memset(row_of<K>(t, b, h, first + r), 0, (size_t)columns * sizeof(typename K::S));
 }
 
+// Of the keys [begin, last) of a call those [begin, end) exist, or all, where `all` are wanted.
+template <class K>
+int64_t end_of_existing(const Attention& a, int64_t b, int64_t begin, int64_t last, bool all) {
+  return all ? last : min_of(last, max_of(begin, keys_in_tiles<K>(a, b)));
+}
+// The gradients of those that do not: sums of nothing, times their factors.
+template <class K>
+void write_unseen_keys(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
+                       int64_t end, int64_t last) {
+  zero_rows<K>(g.grad_value, b, kv, end, last - end, a.value_dim);
+  if (!(a.scale < 0)) return zero_rows<K>(g.grad_key, b, kv, end, last - end, a.head_dim);
+  if (!g.grad_key.data || end == last) return;
+  const typename K::T zeros[kMaxHeadDim] = {};
+  scale_out<typename K::X>(zeros, 0, (typename K::T)a.scale, last - end, a.head_dim,
+                           row_of<K>(g.grad_key, b, kv, end), g.grad_key.row);
+}
+
 // Whether some row sees no key at all.
 template <class K>
 bool any_empty_row(const Attention& a, int64_t b, int64_t h) {

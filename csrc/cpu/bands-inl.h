@@ -1,10 +1,9 @@
-// Tiles that a corner, a window or a length cuts: each band of queries has a range of keys of its
-// own, and what lies outside needs no arithmetic.
+// Tiles that a corner or a window cuts (or a length, where keys that it hides are there): each band
+// of queries has a range of keys of its own, and what lies outside needs no arithmetic.
 namespace mha_ext::cpu {
 namespace {
 
-// Where a corner, a window or a length cuts a tile, each band of so many queries needs a range of
-// its keys only.
+// Where a tile is cut so, each band of so many queries needs a range of its keys only.
 template <class K>
 constexpr int64_t kBandQueries = K::kLanes > 8 ? 2 * K::kLanes : 16;
 constexpr int64_t kBandKeys = 16, kMostBands = kTile / 16;

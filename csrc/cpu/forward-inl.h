@@ -63,8 +63,9 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       alone && rows > kWidthGroup && a.key.row == a.value.row && a.head_dim == a.value_dim;
   const NextHead next = head_after(a, b, h);
   const auto ask_tile = [&](int64_t batch, int64_t kv_head, int64_t first) {
-    if (!keys_beside) ask_rows<K>(a.key, batch, kv_head, first, a.keys, a.head_dim, w.ahead);
-    if (!alone) ask_rows<K>(a.value, batch, kv_head, first, a.keys, value_dim, w.ahead);
+    const int64_t exist = keys_in_tiles<K>(a, batch);
+    if (!keys_beside) ask_rows<K>(a.key, batch, kv_head, first, exist, a.head_dim, w.ahead);
+    if (!alone) ask_rows<K>(a.value, batch, kv_head, first, exist, value_dim, w.ahead);
   };
   for (int64_t k0 = seen.begin; k0 < seen.end; k0 += kTile) {
     const int64_t keys = min_of(kTile, keys_in_tiles<K>(a, b) - k0);

@@ -298,10 +298,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     OptionalSymInt window_right, double dropout_p, double scale, bool uniform_empty_rows,
     c10::SymIntArrayRef origin, std::array<bool, 4> output_mask, bool all_keys) {
   std::vector<Tensor> keep;
-  Groups<Attention> groups = describe(
+  Groups<Attention> groups = describe_padded(
       query, key, &value, mask, bias, key_lengths, seed,
       {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
-  find_padding(groups, keep);
   check_saved(grad_out, grad_lse, query, value, out, lse, lse_low);
   set(groups, &Attention::out, out, keep);
   set_lse(groups, lse, lse_low, keep);
@@ -342,10 +341,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_tangent(
     OptionalSymInt window_right, double dropout_p, double scale, bool uniform_empty_rows,
     c10::SymIntArrayRef origin, std::array<bool, 4> output_mask) {
   std::vector<Tensor> keep;
-  Groups<Attention> groups = describe(
+  Groups<Attention> groups = describe_padded(
       query, key, &value, mask, bias, key_lengths, seed,
       {corner, window_left, window_right, dropout_p, scale, uniform_empty_rows, origin}, keep);
-  find_padding(groups, keep);
   check_saved(grad_out, grad_lse, query, value, out, lse, lse_low);
   const Tangents given{query_tangent, key_tangent, value_tangent, bias_tangent};
   check_tangents(given, query, key, value, bias);

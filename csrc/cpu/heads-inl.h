@@ -58,10 +58,10 @@ bool all_are_products(const Attention& a, const MetKeys& keys) {
 // the place of a load, of which they have as many as fit. A matrix unit's ask for nothing. Numbers
 // that are widened before are half as many bytes, and their products lose more than that is worth.)
 template <class K>
-bool asks_for_all(const Attention& a) {
+bool asks_for_all(const Attention& a, int64_t keys) {
   constexpr int64_t kEnough = 16;
-  return (K::kInPlace || K::kPairs) && !K::kCut && K::Dot::kRowBlock == 1 && a.keys >= kEnough &&
-         !takes_rows<K>(a.queries, a.keys, max_of(a.head_dim, a.value_dim));
+  return (K::kInPlace || K::kPairs) && !K::kCut && K::Dot::kRowBlock == 1 && keys >= kEnough &&
+         !takes_rows<K>(a.queries, keys, max_of(a.head_dim, a.value_dim));
 }
 template <class K>
 void ask_head(const Rows& t, int64_t b, int64_t h, int64_t rows, int64_t columns, Ahead& ahead) {

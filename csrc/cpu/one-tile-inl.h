@@ -152,7 +152,7 @@ void forward_one_tile(const Attention& a, Heads heads, int64_t q0, int64_t rows,
                       ForwardScratch<K>& w) {
   const MetKeys met(a, heads);
   const int64_t keys = met.count, columns = a.value_dim;
-  const bool asks = a.queries <= kTile, all = asks && asks_for_all<K>(a);
+  const bool asks = a.queries <= kTile, all = asks && asks_for_all<K>(a, keys);
   QueryBlock<K>& q = w.blocks[0];
   Operand packed{nullptr, 0, 0};
   for (q.q0 = q0; q.q0 < q0 + rows; q.q0 += kTile) {

@@ -1,14 +1,14 @@
 // A mask that hides the last keys of a batch entry from all its queries, as padding does, says what
 // lengths say, and they cost nothing: what they hide is as if it were not there.
 #pragma once
-#include <ATen/ops/empty.h>
+#include <ATen/EmptyTensor.h>
 
 #include <algorithm>
 #include <vector>
 
 #include "../problem.h"
 #include "../spec/mask.h"
-#include "kernels.h"
+#include "attention.h"
 
 namespace mha_ext::cpu {
 
@@ -33,27 +33,39 @@ inline int64_t shown_keys(const Attention& a, int64_t b) {
 inline void find_padding(Groups<Attention>& groups, std::vector<at::Tensor>& keep) {
   const Attention& first = groups[0];
   const bool bounded = first.band.left_bounded || first.band.right_bounded;
-  if (!first.mask.data || (first.mask.query && first.queries > 1) ||
-      (first.mask.head && first.heads > 1) || (bounded && first.band.lower_right) ||
-      kernels_for(first).packs(first))
+  if (!first.mask.data || first.mask.query || first.mask.head ||
+      (bounded && first.band.lower_right) || kernels_for(first).packs(first))
     return;
-  const at::Tensor lengths =
-      at::empty({static_cast<int64_t>(groups.size()), first.batch}, at::TensorOptions(at::kLong));
-  int64_t* to = lengths.mutable_data_ptr<int64_t>();
+  c10::SmallVector<int64_t, 64> lengths;
   for (const Attention& a : groups)
-    for (int64_t b = 0; b < a.batch; b++, to++) {
-      const int64_t shown = b && !a.mask.batch ? to[-b] : shown_keys(a, b);
+    for (int64_t b = 0; b < a.batch; b++) {
+      const int64_t shown = b && !a.mask.batch ? lengths.back() : shown_keys(a, b);
       if (shown < 0) return;
-      *to = shown;
+      lengths.push_back(shown);
     }
-  keep.push_back(lengths);
-  to = lengths.mutable_data_ptr<int64_t>();
+  const auto count = static_cast<int64_t>(lengths.size());
+  keep.push_back(at::detail::empty_cpu({count}, at::kLong));
+  int64_t* to = keep.back().mutable_data_ptr<int64_t>();
+  std::copy(lengths.begin(), lengths.end(), to);
   for (Attention& a : groups) {
     for (int64_t b = 0; b < a.batch; b++) to[b] = std::min(to[b], key_count(a, b));
     a.key_lengths = to;
     a.mask = {};
     to += a.batch;
   }
+}
+
+// `describe`, and what padding is.
+inline Groups<Attention> describe_padded(const at::Tensor& query, const at::Tensor& key,
+                                         const at::Tensor* value, const OptionalTensor& mask,
+                                         const OptionalTensor& bias,
+                                         const OptionalTensor& key_lengths,
+                                         const OptionalTensor& seed, const Options& options,
+                                         std::vector<at::Tensor>& keep) {
+  Groups<Attention> groups =
+      describe(query, key, value, mask, bias, key_lengths, seed, options, keep);
+  find_padding(groups, keep);
+  return groups;
 }
 
 }  // namespace mha_ext::cpu

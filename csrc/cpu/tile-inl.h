@@ -61,7 +61,7 @@ struct Kind {
 };
 
 // The keys of a head that tiles are made of: as if those that lengths hide, the last ones, were not
-// there. A matrix unit does whole tiles anyway.
+// there. A matrix unit does whole tiles, where there are several.
 template <class K>
 int64_t keys_in_tiles(const Attention& a, int64_t b) {
   return K::Dot::kRowBlock > 1 || K::kCut ? a.keys : key_count(a, b);

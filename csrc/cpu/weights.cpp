@@ -44,10 +44,9 @@ Tensor attention_weights(const Tensor& query, const Tensor& key, const OptionalT
                          c10::SymIntArrayRef origin, at::OptionalIntArrayRef heads,
                          at::OptionalIntArrayRef rows) {
   std::vector<Tensor> keep;
-  Groups<Attention> groups =
-      describe(query, key, nullptr, mask, bias, key_lengths, std::nullopt,
-               {corner, window_left, window_right, 0.0, scale, uniform_empty_rows, origin}, keep);
-  find_padding(groups, keep);
+  Groups<Attention> groups = describe_padded(
+      query, key, nullptr, mask, bias, key_lengths, std::nullopt,
+      {corner, window_left, window_right, 0.0, scale, uniform_empty_rows, origin}, keep);
   check_selection(query, lse, lse_low, heads, rows);
   if (lse) set_lse(groups, *lse, lse_low, keep);
   const Attention& a = groups[0];
@@ -119,10 +118,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
                           /*with_lse=*/true);
   }
   std::vector<Tensor> keep;
-  Groups<Attention> groups =
-      describe(query, key, &value, mask, bias, key_lengths, std::nullopt,
-               {corner, window_left, window_right, 0.0, scale, uniform_empty_rows, origin}, keep);
-  find_padding(groups, keep);
+  Groups<Attention> groups = describe_padded(
+      query, key, &value, mask, bias, key_lengths, std::nullopt,
+      {corner, window_left, window_right, 0.0, scale, uniform_empty_rows, origin}, keep);
   set_lse(groups, high, low.defined() ? OptionalTensor(low) : std::nullopt, keep);
 
   // A hidden pair has P = 0 and an unknown dP: select, do not multiply.
