@@ -98,8 +98,8 @@ def attention(
         bias: query's dtype or float32, broadcastable to [B, H, Lq, Lk]; added to the scaled scores. -inf masks.
             Its gradient has its own shape and dtype, so pass the broadcastable tensor, not ``bias.expand(...)``,
             whose gradient would have the expanded, quadratic shape.
-        key_lengths: integer [B]; keys at or past the length are masked, and their tiles skipped. On CPU a length
-            outside [0, Lk] is refused, on CUDA it is clamped.
+        key_lengths: integer [B]; keys at or past the length are masked: on CPU they cost nothing, on CUDA their tiles
+            are skipped. On CPU a length outside [0, Lk] is refused, on CUDA it is clamped.
         causal: which keys lie in the future of a query. ``"upper_left"``: query i sees keys 0 .. i.
             ``"lower_right"``: the last query sees the last key, that is, query i sees keys
             0 .. (key_lengths[b] or Lk) - Lq + i. ``True`` needs no corner: only for Lq == Lk without key_lengths.
