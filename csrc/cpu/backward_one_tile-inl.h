@@ -168,6 +168,8 @@ void backward_one_tile(const Attention& a, const AttentionGrad& g, Heads heads,
                        BackwardScratch<K>& w) {
   using T = typename K::T;
   using X = typename K::X;
+  // Its own: `backward` ends that of its caller.
+  [[maybe_unused]] const typename K::Dot::Session session;
   const MetKeys met(a, heads);
   const int64_t rows = a.queries, keys = met.count, vectors = heads.count * vectors_of<K>(rows);
   const SeenByHeads seen = short_products<K>(a, g, heads, met, w);
@@ -202,7 +204,6 @@ template <class K>
 void backward_heads(const Attention& a, const AttentionGrad& g, int64_t first, int64_t count,
                     void* scratch) {
   const Heads heads{first, count};
-  [[maybe_unused]] const typename K::Dot::Session session;
   Arena arena{(char*)scratch};
   BackwardScratch<K> w(a, arena);
   w.whole = g.all_keys && a.lse_low && !g.grad_weights.data;
