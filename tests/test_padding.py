@@ -101,16 +101,21 @@ def test_mask_and_lengths(
         assert not of_mask[name][hidden].any(), name
 
 
-# Padding on the left; keys hidden in between; a mask of pairs that happens to be one of keys; one
-# entry for all of the batch.
+# Padding on the left; keys hidden in between, also so that each tile shows its first keys; a mask of
+# pairs that happens to be one of keys; one entry for all of the batch.
 def others(shape: tuple[int, int], batch: int) -> dict[str, Tensor]:
     keys = shape[1]
     lengths = torch.randint(0, keys + 1, (batch,))
     holes = mask_of(lengths, keys).clone()
     holes[..., keys // 3] = False
+    end, start = (torch.ones(batch, 1, 1, keys, dtype=torch.bool) for _ in range(2))
+    end[..., 60:64] = False
+    start[..., :64] = False
     return {
         "left": mask_of(lengths, keys).flip(-1),
         "holes": holes,
+        "the end of a tile": end,
+        "a whole tile": start,
         "pairs": mask_of(lengths, keys).repeat(1, 1, shape[0], 1),
         "one for all": mask_of(lengths[:1], keys),
         "heads": mask_of(lengths, keys).repeat(1, 2, 1, 1),
