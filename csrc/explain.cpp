@@ -73,7 +73,7 @@ Counts count_tiles(const Attention& a) {
 }
 
 // Tiles of `size` rows of the heads that share K and V.
-Counts count_tiles_of_few(const Attention& a, int64_t size) {
+Counts count_tiles_of_group(const Attention& a, int64_t size) {
   Counts counts;
   const int64_t shared = a.heads / a.kv_heads, rows = shared * a.queries;
   for_each_head(a, a.kv_heads, [&](int64_t b, int64_t kv, int64_t times) {
@@ -130,7 +130,7 @@ py::dict by_name(const std::array<int64_t, kHides>& counts) {
 
 py::dict tiles(const Attention& a, const Pass& pass) {
   const Counts counts =
-      pass.tile_rows == kTile ? count_tiles(a) : count_tiles_of_few(a, max_of(1, pass.tile_rows));
+      pass.of_group ? count_tiles_of_group(a, max_of(1, pass.tile_rows)) : count_tiles(a);
   py::dict found;
   found["full"] = counts.full;
   found["partial"] = counts.partial;

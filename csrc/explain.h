@@ -17,7 +17,8 @@ namespace mha_ext {
 struct Pass {
   std::string name, kernel;
   std::vector<std::string> why;
-  int64_t tile_rows = 0, tile_keys = 0;  // rows: queries, or the rows of several heads
+  int64_t tile_rows = 0, tile_keys = 0;
+  bool of_group = false;  // a tile's rows are those of the heads that share K and V, else of one
   int64_t key_ranges = 1, tasks = 0, threads = 1;
   // Bytes it works in, beside what it returns: the scratch of all threads first.
   std::vector<std::pair<std::string, int64_t>> memory;

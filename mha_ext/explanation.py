@@ -37,9 +37,11 @@ class Pass:
     """One pass over the problem.
 
     Attributes:
-        kernel: ``"few queries"``, ``"one tile"``, ``"tiled"``, ``"CUDA"``, or ``""`` where the device has none.
+        kernel: ``"few queries"``, ``"grouped"``, ``"one tile"``, ``"tiled"``, ``"CUDA"``, or ``""`` where the device
+            has none.
         why: the reasons of the kernel, the cuts and the threads, one sentence each.
-        tile: (rows, keys). The rows are queries of a head; with few queries, of all heads that share K and V.
+        tile: (rows, keys). The rows are queries of a head; with few queries or grouped, of all heads that share K
+            and V.
         tiles: None where a mask or lengths without values (on the meta device, or fake) decide.
         key_ranges: into how many ranges the keys are cut, whose sums are added in order.
         tasks, threads: what is handed to how many threads; 0 on other devices than the CPU.

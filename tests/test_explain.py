@@ -59,10 +59,10 @@ def test_counts_what_is_visible(problem: Problem) -> None:
     if seen.numel() == 0:
         return
     shared = problem.heads // (problem.kv_heads or problem.heads)
-    of_few = seen.unflatten(1, (-1, shared)).flatten(2, 3)  # rows of the heads that share a key
+    of_group = seen.unflatten(1, (-1, shared)).flatten(2, 3)  # rows of the heads that share a key
     for each in found.passes():
         rows = each.tile[0]
-        wanted = counted(of_few if each.kernel == "few queries" else seen, rows)
+        wanted = counted(of_group if each.kernel in ("few queries", "grouped") else seen, rows)
         assert each.tiles is not None
         skipped = sum(each.tiles.skipped.values())
         assert (each.tiles.full, each.tiles.partial) == (wanted.full, wanted.partial)

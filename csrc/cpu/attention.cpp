@@ -33,8 +33,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   const TypeKernels& kernels = kernels_for(a);
   const ForwardPlan plan = plan_forward(a, count);
   const int64_t together = plan.together, parts = plan.parts, jobs = plan.group_jobs;
-  if (plan.kernel == ForwardKernel::kFew) {
-    const int64_t rows = a.heads / a.kv_heads * a.queries;
+  if (plan.kernel == ForwardKernel::kFew || plan.kernel == ForwardKernel::kGrouped) {
+    const int64_t rows = group_rows(a);
     const int64_t heads_jobs = ceil_div(a.kv_heads, plan.heads);
     const auto place = [&](int64_t index, const auto& run) {
       const int64_t job = index % jobs, heads = job / parts, first = job % parts * together;

@@ -5,22 +5,44 @@
 namespace mha_ext::cpu {
 namespace {
 
+// Rows of Q or dO for their products with K or V: as few_scores takes them, or, where these are
+// summed as those of a tile, as its lanes, in blocks of 64.
+template <class K>
+struct FewOperand {
+  typename K::T* rows;
+  typename K::Unit* lanes;
+  int64_t row, block;  // numbers of a row, units of a block
+
+  FewOperand(const Attention& a, int64_t columns, Arena& arena) {
+    const bool in_lanes = takes_groups(a, K::kLimits);
+    row = few_width<K>(columns);
+    block = units_of<K>(columns) * kRow;
+    rows = arena.take<typename K::T>(in_lanes ? 0 : few_rows(a) * row);
+    lanes = arena.take<typename K::Unit>(in_lanes ? ceil_div(few_rows(a), kRow) * block : 0);
+  }
+};
+
 template <class K>
 struct BackwardFewScratch {
   using T = typename K::T;
   using S = typename K::S;
-  T *query, *grad_out;            // rows, for the scores
+  FewOperand<K> query, grad_out;
   S *query_rows, *grad_out_rows;  // rows as they are, for grad_key and grad_value
+  typename K::Unit* packed;       // a tile of K or V, for rows as lanes, and one of their scores
+  T* tile;
   T *p, *ds, *bias, *sums;
   uint64_t *seen, *weighted;  // the keys for which dS and Z of a row may be other than 0
   T *sum, *total;  // grad_query over one range of keys, and over all, columns as in few_product
 
-  BackwardFewScratch(const Attention& a, Arena& arena) {
+  BackwardFewScratch(const Attention& a, Arena& arena)
+      : query(a, a.head_dim, arena), grad_out(a, a.value_dim, arena) {
     const int64_t rows = few_rows(a), d = few_width<K>(a.head_dim), dv = few_width<K>(a.value_dim);
-    query = arena.take<T>(rows * d);
-    grad_out = arena.take<T>(rows * dv);
+    const int64_t in_lanes = takes_groups(a, K::kLimits) ? kTile : 0;
     query_rows = arena.take<S>(rows * a.head_dim);
     grad_out_rows = arena.take<S>(rows * a.value_dim);
+    packed =
+        arena.take<typename K::Unit>(in_lanes * operand_width<K>(max_of(a.head_dim, a.value_dim)));
+    tile = arena.take<T>(in_lanes * kRow);
     p = arena.take<T>(rows * kTile);
     ds = arena.take<T>(rows * kTile);
     bias = arena.take<T>(kTile);
@@ -118,17 +140,28 @@ class BackwardFew {
       const FewRow row = row_at(r);
       const S *query = row_of<K>(a_.query, b_, row.head, row.query),
               *grad_out = row_of<K>(g_.grad_out, b_, row.head, row.query);
-      few_operand<K>(query, d, (T)a_.scale, w_.query + r * ld_);
-      few_operand<K>(grad_out, dv, 1, w_.grad_out + r * ldv_);
+      if (!in_lanes_) {
+        few_operand<K>(query, d, (T)a_.scale, w_.query.rows + r * ld_);
+        few_operand<K>(grad_out, dv, 1, w_.grad_out.rows + r * ldv_);
+      }
       __builtin_memcpy(w_.query_rows + r * d, query, (size_t)d * sizeof(S));
       __builtin_memcpy(w_.grad_out_rows + r * dv, grad_out, (size_t)dv * sizeof(S));
       const int64_t at = (b_ * a_.heads + row.head) * a_.queries + row.query;
       levels_[r] = {high[r], low[r], ((const T*)g_.delta)[at]};
       uniform_[r] = a_.uniform_empty_rows && ((const T*)a_.lse)[at] == -(T)INFINITY;
     }
+    for (int64_t r = 0; in_lanes_ && r < rows_; r += kRow) {
+      const int64_t rows = min_of(kRow, rows_ - r), block = r / kRow;
+      pack_lanes<K, !K::kPairs>(w_.query_rows + r * d, d, rows, d,
+                                w_.query.lanes + block * w_.query.block, (T)a_.scale);
+      pack_lanes<K>(w_.grad_out_rows + r * dv, dv, rows, dv,
+                    w_.grad_out.lanes + block * w_.grad_out.block);
+    }
     // Rows past the last one, which stand in where the products take four: zeros.
-    for (int64_t i = rows_ * ld_; i < few_rows(a_) * ld_; i++) w_.query[i] = 0;
-    for (int64_t i = rows_ * ldv_; i < few_rows(a_) * ldv_; i++) w_.grad_out[i] = 0;
+    if (!in_lanes_) {
+      for (int64_t i = rows_ * ld_; i < few_rows(a_) * ld_; i++) w_.query.rows[i] = 0;
+      for (int64_t i = rows_ * ldv_; i < few_rows(a_) * ldv_; i++) w_.grad_out.rows[i] = 0;
+    }
     for (int64_t i = rows_ * kTile; i < few_rows(a_) * kTile; i++) w_.p[i] = w_.ds[i] = 0;
   }
 
@@ -158,17 +191,35 @@ class BackwardFew {
     return next.batch < a_.batch ? row_of<K>(t, next.batch, next.kv_head, next.begin) : nullptr;
   }
   // Scores of rows of t, before `count` rows of `other` from `then` on.
-  void product(const Rows& t, int64_t k0, int64_t keys, int64_t width, const T* rows, int64_t ld,
+  void product(const Rows& t, int64_t k0, int64_t keys, int64_t width, const FewOperand<K>& by,
                T scale, T* to, const Rows& other, const S* then, int64_t count,
-               int64_t other_width) const {
+               int64_t other_width) {
     constexpr int64_t kItem = sizeof(S);
     const S* from = row_of<K>(t, b_, kv_, k0);
+    if (in_lanes_) {
+      if (then) ahead_.add(then, other.row * kItem, other_width * kItem, count);
+      return lanes_product(
+          rows_operand<K>(from, t.row, keys, width, w_.packed, ceil_div(rows_, kRow)), keys, width,
+          by, scale, to);
+    }
     NextRows next((const char*)then, other.row * kItem, other_width * kItem, then ? count : 0,
                   few_blocks<K>(rows_, keys));
     by_rows<K>(rows_, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
-      few_scores<K, kRows>(from, t.row, keys, width, rows + r * ld, ld, scale, to + r * kTile,
-                           few_ask<K>(r, next, then));
+      few_scores<K, kRows>(from, t.row, keys, width, by.rows + r * by.row, by.row, scale,
+                           to + r * kTile, few_ask<K>(r, next, then));
     });
+  }
+  // The same in the order of a tile.
+  void lanes_product(const Operand& from, int64_t keys, int64_t width, const FewOperand<K>& by,
+                     T scale, T* to) {
+    T one[kRow];
+    for (T& x : one) x = 1;
+    for (int64_t r = 0; r < rows_; r += kRow) {
+      const int64_t rows = min_of(kRow, rows_ - r);
+      score_product<K, K::kPairs>(from, keys, width, by.lanes + r / kRow * by.block, rows, w_.tile,
+                                  &ahead_, scale);
+      transpose_out<X>(w_.tile, one, rows, keys, to + r * kTile, kTile);
+    }
   }
 
   void tile(int64_t k0, int64_t keys) {
@@ -185,10 +236,10 @@ class BackwardFew {
       return;
     }
     const S *key = row_of<K>(a_.key, b_, kv_, k0), *value = row_of<K>(a_.value, b_, kv_, k0);
-    product(a_.key, k0, keys, a_.head_dim, w_.query, ld_, (T)a_.scale, w_.p, a_.value, value, keys,
+    product(a_.key, k0, keys, a_.head_dim, w_.query, (T)a_.scale, w_.p, a_.value, value, keys,
             a_.value_dim);
-    product(a_.value, k0, keys, a_.value_dim, w_.grad_out, ldv_, 1, w_.ds, a_.key,
-            after(a_.key, k0), kTile, a_.head_dim);
+    product(a_.value, k0, keys, a_.value_dim, w_.grad_out, 1, w_.ds, a_.key, after(a_.key, k0),
+            kTile, a_.head_dim);
     for (int64_t r = 0; r < rows_; r++) gradient(r, k0, keys);
 
     uint64_t all_seen = every, all_weighted = every;
@@ -266,6 +317,8 @@ class BackwardFew {
   const KeyRanges ranges_ = grad_ranges(a_);
   const int64_t group_ = a_.heads / a_.kv_heads, rows_ = group_ * a_.queries;
   const int64_t ld_ = few_width<K>(a_.head_dim), ldv_ = few_width<K>(a_.value_dim);
+  const bool in_lanes_ = takes_groups(a_, K::kLimits);  // as in forward
+  Ahead ahead_{longest_asked<K>()};
   const bool write_bias_ = g_.grad_bias.data && !g_.adds_bias && bias_is_dense(a_, g_.grad_bias);
   FewLevels<T> levels_[kFewRows];
   bool uniform_[kFewRows];

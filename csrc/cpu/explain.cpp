@@ -61,7 +61,8 @@ Pass forward(const Attention& a) {
   switch (plan.kernel) {
     case ForwardKernel::kFew:
       pass.kernel = "few queries";
-      pass.tile_rows = min_of(plan.together, a.heads / a.kv_heads * a.queries);
+      pass.of_group = true;
+      pass.tile_rows = min_of(plan.together, group_rows(a));
       pass.why.push_back(text(queries, ", at most ", few_queries(a),
                               ": a tile has the rows of the heads that share K and V, ",
                               plan.together, " at most"));
@@ -72,6 +73,15 @@ Pass forward(const Attention& a) {
       if (few_in_order(a, plan.heads, pass.tile_rows, kernels_for(a).limits))
         pass.why.push_back(text(counted(pass.tile_rows, "row", "rows"),
                                 " over keys and values that follow one another: read in order"));
+      break;
+    case ForwardKernel::kGrouped:
+      pass.kernel = "grouped";
+      pass.of_group = true;
+      pass.tile_rows = min_of(plan.together, kTile);
+      pass.why.push_back(text(queries, " in ", a.heads / a.kv_heads,
+                              " heads that share K and V: their queries fill the tiles together"));
+      if (plan.together > kTile)
+        pass.why.push_back(text("a task takes ", plan.together, " of them over each tile of keys"));
       break;
     case ForwardKernel::kOneTile:
       pass.kernel = "one tile";
@@ -143,7 +153,8 @@ Pass backward(const Attention& a, const AttentionGrad& g) {
   switch (backward_kernel(a, g, kernels_for(a).limits)) {
     case BackwardKernel::kFew:
       pass.kernel = "few queries";
-      pass.tile_rows = a.heads / a.kv_heads * a.queries;
+      pass.of_group = true;
+      pass.tile_rows = group_rows(a);
       pass.why.push_back(text(counted(a.queries, "query", "queries"), " a head, at most ",
                               few_queries(a),
                               ": a tile has the rows of the heads that share K and V, ", kFewRows,

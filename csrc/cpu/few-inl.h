@@ -6,9 +6,7 @@ namespace mha_ext::cpu {
 namespace {
 
 // Rows of a task: those of all heads that share K and V, padded to what the products take.
-inline int64_t few_rows(const Attention& a) {
-  return round_up(min_of(kFewRows, a.heads / max_of(1, a.kv_heads) * a.queries), 4);
-}
+inline int64_t few_rows(const Attention& a) { return round_up(min_of(kFewRows, group_rows(a)), 4); }
 
 // Tiles of K, then of V, that are read together where a head's rows follow one another.
 constexpr int64_t kFewTiles = 8;
@@ -354,6 +352,9 @@ template <class K>
 void forward_few(const Attention& a, int64_t b, int64_t kv, int64_t heads, int64_t first,
                  int64_t rows, int64_t range, void* states, void* scratch) {
   using T = typename K::T;
+  if constexpr (K::kGroupedQueries > 0)
+    if (takes_groups(a, K::kLimits))
+      return forward_group<K>(a, b, kv, first, rows, range, states, scratch);
   Arena arena{(char*)scratch};
   FewScratch<K> w(a, arena);
   const FewTask task{b, kv, heads, first, rows};
@@ -387,6 +388,8 @@ void forward_few(const Attention& a, int64_t b, int64_t kv, int64_t heads, int64
 template <class K>
 void merge_few(const Attention& a, int64_t b, int64_t kv, int64_t heads, int64_t first,
                int64_t rows, void* states, void* scratch) {
+  if constexpr (K::kGroupedQueries > 0)
+    if (takes_groups(a, K::kLimits)) return merge_group<K>(a, b, kv, first, rows, states, scratch);
   Arena arena{(char*)scratch};
   FewScratch<K> w(a, arena);
   Arena place{(char*)states};

@@ -4,15 +4,6 @@
 namespace mha_ext::cpu {
 namespace {
 
-// Asks for rows [first, first + 64) of a head, to be there when their turn comes; for none where
-// there is no tensor.
-template <class K>
-void ask_rows(const Rows& t, int64_t b, int64_t h, int64_t first, int64_t last, int64_t width,
-              Ahead& ahead) {
-  constexpr int64_t kItem = sizeof(typename K::S);
-  if (!t.data) return;
-  ahead.add(row_of<K>(t, b, h, first), t.row * kItem, width * kItem, min_of(kTile, last - first));
-}
 // Whether what comes after all tiles up to `end` is asked for in this one: in the last, or, where
 // that is short, in the one before, since a short one does not take long enough.
 inline bool asks_for_what_follows(int64_t begin, int64_t end, bool first) {
@@ -20,23 +11,15 @@ inline bool asks_for_what_follows(int64_t begin, int64_t end, bool first) {
   const int64_t after = end - (begin + kTile);
   return after < kShort && (first || after >= -kShort);
 }
-// What this thread will most likely work on next.
-struct NextHead {
-  int64_t batch, head;
-  bool other_keys;  // than this one's
-};
-inline NextHead head_after(const Attention& a, int64_t b, int64_t h) {
-  const bool last = h + 1 == a.heads;
-  return {last ? b + 1 : b, last ? 0 : h + 1, last || (h + 1) % (a.heads / a.kv_heads) == 0};
-}
-
-// m, l and (with_values) the unnormalised output of queries [q0, q0 + rows), up to kGroup blocks,
-// over the keys of `range`.
-template <class K>
-void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, Range range,
-               bool with_values, ForwardScratch<K>& w) {
+// m, l and (with_values) the unnormalised output of rows [q0, q0 + rows), up to kGroup blocks, over
+// the keys of `range`.
+template <class K, class BlockRows>
+void scan_keys(const BlockRows& of, int64_t q0, int64_t rows, Range range, bool with_values,
+               ForwardScratch<K>& w) {
   using T = typename K::T;
-  const int64_t value_dim = with_values ? a.value_dim : 0, kv = kv_head(a, h);
+  constexpr bool kLimbs = K::kLimbs > 0 && !BlockRows::kGroup;
+  const Attention& a = of.a;
+  const int64_t value_dim = with_values ? a.value_dim : 0, b = of.b, kv = of.kv();
   const int64_t count = ceil_div(rows, kTile);
   Range seen{a.keys, 0};
   for (int64_t i = 0; i < count; i++) {
@@ -45,9 +28,9 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     q.rows = min_of(kTile, q0 + rows - q.q0);
     q.vectors = vectors_of<K>(q.rows);
     q.started = q.packed = false;
-    if constexpr (K::kLimbs > 0) w.limbs.query_packed[i] = false;
-    q.by_rows = with_values && sums_by_rows<K>(a, q.rows);
-    q.seen = seen_by_any(a, b, q.q0, q.q0 + q.rows - 1);
+    if constexpr (kLimbs) w.limbs.query_packed[i] = false;
+    q.by_rows = with_values && sums_by_rows<K>(of, q.rows);
+    q.seen = of.seen(q.q0, q.rows);
     if (q.seen.begin < q.seen.end)
       seen = {min_of(seen.begin, q.seen.begin), max_of(seen.end, q.seen.end)};
     for (int64_t r = 0; r < kRow; r++) {
@@ -61,7 +44,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
   const bool alone = !K::kPairs && w.blocks[0].by_rows && rows <= kFewByRows<K>;
   const bool keys_beside =
       alone && rows > kWidthGroup && a.key.row == a.value.row && a.head_dim == a.value_dim;
-  const NextHead next = head_after(a, b, h);
+  const NextHead next = of.next();
   const auto ask_tile = [&](int64_t batch, int64_t kv_head, int64_t first) {
     const int64_t exist = keys_in_tiles<K>(a, batch);
     if (!keys_beside) ask_rows<K>(a.key, batch, kv_head, first, exist, a.head_dim, w.ahead);
@@ -74,31 +57,28 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
     VectorRows<K> value_rows{};
     T old[kRow];
     bool asked = false, packed = false, checked = false, finite = true;
-    if constexpr (K::kLimbs > 0) w.limbs.packed = false;
+    if constexpr (kLimbs) w.limbs.packed = false;
     for (int64_t i = 0; i < count; i++) {
       QueryBlock<K>& q = w.blocks[i];
-      const bool score_limbs = in_limbs<K>(a, b, q.q0, k0, keys);
+      const bool score_limbs = kLimbs && in_limbs<K>(a, b, q.q0, k0, keys);
       const bool limbs = score_limbs && with_values;
       const TileStart after = i + 1 < count           ? TileStart{q.q0 + kTile, k0}
                               : k0 + kTile < seen.end ? TileStart{q0, k0 + kTile}
                                                       : TileStart{q.q0, k0};
       Visibility visible;
       bool met = q.packed;
-      if constexpr (K::kLimbs > 0) {
+      if constexpr (kLimbs) {
         met |= w.limbs.query_packed[i];
-        visible = limbs ? limbs_visibility<K>(a, b, h, q.q0, q.rows, k0, keys, after, w.limbs)
-                        : visibility_of<K>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
+        visible = limbs ? limbs_visibility<K>(a, b, of.h, q.q0, q.rows, k0, keys, after, w.limbs)
+                        : of.visibility(q.q0, q.rows, k0, keys, w.bits);
       } else {
-        visible = visibility_of<K>(a, b, h, q.q0, q.rows, k0, keys, w.bits);
+        visible = of.visibility(q.q0, q.rows, k0, keys, w.bits);
       }
       if (visible == Visibility::kEmpty) continue;
-      if (!limbs && (after.q0 != q.q0 || after.k0 != k0))
-        ask_pairs<K>(a, b, h, after.q0, after.k0, w.ahead);
-      if (!met && i + 1 < count)
-        ask_rows<K>(a.query, b, h, q.q0 + kTile, q0 + rows, a.head_dim, w.ahead);
-      if (!limbs) pack_query_once<K>(a, b, h, q);
-      const Range* const bands =
-          find_bands<K>(a, b, q.q0, q.rows, k0, keys, w.bands) ? w.bands : nullptr;
+      if (!limbs && (after.q0 != q.q0 || after.k0 != k0)) of.ask_pairs(after.q0, after.k0, w.ahead);
+      if (!met && i + 1 < count) of.ask_rows(a.query, q.q0 + kTile, q0 + rows, a.head_dim, w.ahead);
+      if (!limbs) pack_query_once<K>(of, q);
+      const Range* const bands = of.bands(q.q0, q.rows, k0, keys, w.bands);
       if (!asked && k0 + kTile < seen.end) ask_tile(b, kv, k0 + kTile);
       asked = true;
       if (!packed && !limbs) {
@@ -111,7 +91,7 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
         packed = true;
       }
       if (asks_for_what_follows(k0, q.seen.end, k0 <= max_of(seen.begin, q.seen.begin))) {
-        if (with_values) ask_rows<K>(a.out, b, h, q.q0, q0 + rows, a.value_dim, w.ahead);
+        if (with_values) of.ask_rows(a.out, q.q0, q0 + rows, a.value_dim, w.ahead);
         if (q0 == 0 && asks_for_what_follows(q.q0, rows, i == 0) && next.batch < a.batch) {
           ask_rows<K>(a.query, next.batch, next.head, 0, a.queries, a.head_dim, w.ahead);
           if (next.other_keys) ask_tile(next.batch, kv_head(a, next.head), 0);
@@ -122,9 +102,9 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
         checked = true;
         return finite;
       };
-      if constexpr (K::kLimbs > 0) {
+      if constexpr (kLimbs) {
         if (limbs) {
-          limbs_tile<K>(a, b, h, k0, keys, i, after, visible, w);
+          limbs_tile<K>(a, b, of.h, k0, keys, i, after, visible, w);
           q.started = true;
           continue;
         }
@@ -134,11 +114,11 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       constexpr bool kMayPair = K::kPairs && !K::kOneLimb;
       const bool whole = kMayPair && with_values && !bands && keys == kTile;
       T* const top = scores_are_product<K>(a, bands) && !score_limbs ? w.top : nullptr;
-      visible = scores<K>(a, b, h, q.q0, q.rows, k0, keys, q.query, key_rows, visible, w.bits, w.s,
-                          w.extra, &w.ahead, bands, top);
+      visible = of.scores(q.q0, q.rows, k0, keys, q.query, key_rows, visible, w.bits, w.s, w.extra,
+                          &w.ahead, bands, top);
       const bool partial = visible == Visibility::kPartial;
       const bool dropout = a.dropout.seed && with_values;
-      if (dropout) dropout_tile<K>(a, b, h, q.q0, q.rows, k0, keys, w.keep);
+      if (dropout) of.dropout(q.q0, q.rows, k0, keys, w.keep);
       const Seen visible_pairs{partial ? w.bits : nullptr}, kept_pairs{dropout ? w.keep : nullptr};
       const int64_t rescaled = q.started && !q.by_rows ? value_dim : 0;
       if (q.by_rows) __builtin_memcpy(old, q.m, sizeof old);
@@ -177,21 +157,19 @@ void scan_keys(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t row
       q.started = true;
     }
   }
-  if constexpr (K::kLimbs > 0)
+  if constexpr (kLimbs)
     for (int64_t i = 0; i < count; i++) finish_limbs<K>(a, i, w);
 }
 
-template <class K>
-void forward(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t range,
-             void* states, void* scratch) {
-  [[maybe_unused]] const typename K::Dot::Session session;
-  Arena arena{(char*)scratch};
-  ForwardScratch<K> w(a, arena);
+template <class K, class BlockRows>
+void forward_rows(const BlockRows& of, int64_t q0, int64_t rows, int64_t range, void* states,
+                  ForwardScratch<K>& w) {
+  const Attention& a = of.a;
   const KeyRanges ranges = forward_ranges(a);
   const int64_t blocks = ceil_div(rows, kTile), bytes = block_state_bytes<K>(a);
   const auto scan = [&](int64_t i) {
     const Range keys{i * ranges.size, min_of(a.keys, (i + 1) * ranges.size)};
-    scan_keys<K>(a, b, h, q0, rows, keys, true, w);
+    scan_keys<K>(of, q0, rows, keys, true, w);
   };
   if (range != kEveryRange) {
     scan(range);
@@ -210,27 +188,59 @@ void forward(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
     }
     for (int64_t i = 0; i < blocks; i++) use_state<K>(w.sums + i * bytes, w.blocks[i]);
   }
-  for (int64_t i = 0; i < blocks; i++) finish_block<K>(a, b, h, w.blocks[i], w);
+  for (int64_t i = 0; i < blocks; i++) finish_block<K>(of, w.blocks[i], w);
 }
 
-template <class K>
-void merge(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, void* states,
-           void* scratch) {
-  [[maybe_unused]] const typename K::Dot::Session session;
-  Arena arena{(char*)scratch};
-  ForwardScratch<K> w(a, arena);
+template <class K, class BlockRows>
+void merge_rows(const BlockRows& of, int64_t q0, int64_t rows, void* states, ForwardScratch<K>& w) {
+  const Attention& a = of.a;
   QueryBlock<K>& q = w.blocks[0];
   q.q0 = q0;
   q.rows = rows;
   q.vectors = vectors_of<K>(rows);
-  q.by_rows = sums_by_rows<K>(a, rows);
+  q.by_rows = sums_by_rows<K>(of, rows);
   use_state<K>(states, q);
   QueryBlock<K> next = q;
   for (int64_t i = 1; i < forward_ranges(a).count; i++) {
     use_state<K>((char*)states + i * block_state_bytes<K>(a), next);
     merge_block<K>(a, next, q);
   }
-  finish_block<K>(a, b, h, q, w);
+  finish_block<K>(of, q, w);
+}
+
+template <class K>
+void forward(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t range,
+             void* states, void* scratch) {
+  [[maybe_unused]] const typename K::Dot::Session session;
+  Arena arena{(char*)scratch};
+  ForwardScratch<K> w(a, arena);
+  forward_rows<K>(HeadRows<K>{a, b, h}, q0, rows, range, states, w);
+}
+template <class K>
+void merge(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, void* states,
+           void* scratch) {
+  [[maybe_unused]] const typename K::Dot::Session session;
+  Arena arena{(char*)scratch};
+  ForwardScratch<K> w(a, arena);
+  merge_rows<K>(HeadRows<K>{a, b, h}, q0, rows, states, w);
+}
+
+// The same for rows of a group.
+template <class K>
+void forward_group(const Attention& a, int64_t b, int64_t kv, int64_t first, int64_t rows,
+                   int64_t range, void* states, void* scratch) {
+  Arena arena{(char*)scratch};
+  ForwardScratch<K> w(a, arena);
+  const GroupScratch<K> room(a, arena);
+  forward_rows<K>(GroupRows<K>(a, b, kv, room), first, rows, range, states, w);
+}
+template <class K>
+void merge_group(const Attention& a, int64_t b, int64_t kv, int64_t first, int64_t rows,
+                 void* states, void* scratch) {
+  Arena arena{(char*)scratch};
+  ForwardScratch<K> w(a, arena);
+  const GroupScratch<K> room(a, arena);
+  merge_rows<K>(GroupRows<K>(a, b, kv, room), first, rows, states, w);
 }
 
 }  // namespace

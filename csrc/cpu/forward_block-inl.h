@@ -19,9 +19,9 @@ struct TileStart {
   int64_t q0, k0;
 };
 
-template <class K>
-void pack_query_once(const Attention& a, int64_t b, int64_t h, QueryBlock<K>& q) {
-  if (!q.packed) pack_query<K>(a, b, h, q.q0, q.rows, q.query);
+template <class K, class BlockRows>
+void pack_query_once(const BlockRows& of, QueryBlock<K>& q) {
+  if (!q.packed) of.pack(q.q0, q.rows, q.query);
   q.packed = true;
 }
 
@@ -38,9 +38,10 @@ template <class K>
 bool fills_vectors(const Attention& a) {
   return a.value_dim % K::kLanes == 0;
 }
-template <class K>
-bool sums_by_rows(const Attention& a, int64_t rows) {
-  return takes_limbs<K>(a, rows) || (!K::kPairs && (rows <= kFewByRows<K> || fills_vectors<K>(a)));
+template <class K, class BlockRows>
+bool sums_by_rows(const BlockRows& of, int64_t rows) {
+  if (!BlockRows::kGroup && takes_limbs<K>(of.a, rows)) return true;
+  return !K::kPairs && (rows <= kFewByRows<K> || fills_vectors<K>(of.a));
 }
 
 // Blocks that share what is packed of K and V: more of them for a matrix unit, where that is dear,
@@ -60,7 +61,8 @@ int64_t group_of(const Attention& a) {
 }
 template <class K>
 int64_t blocks_of_group(const Attention& a) {
-  return min_of(group_of<K>(a), max_of(1, ceil_div(a.queries, kTile)));
+  const int64_t rows = takes_groups(a, K::kLimits) ? group_rows(a) : a.queries;
+  return min_of(group_of<K>(a), max_of(1, ceil_div(rows, kTile)));
 }
 
 // Numbers of a block's out, and bytes of its state after one range of keys: m [64], l [64], out.
@@ -245,45 +247,58 @@ void uniform_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
   select_tile<K>(keep, keys, vectors_of<K>(rows), 0, tile);
 }
 
-// lse and the normalised output of one block.
+// Out of queries [q0, q0 + rows) of a head, those of `empty`, which see nothing, get the mean of
+// all values: lanes `lane` and up of block q.
 template <class K>
-void finish_block(const Attention& a, int64_t b, int64_t h, QueryBlock<K>& q,
-                  ForwardScratch<K>& w) {
+void uniform_rows(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t lane,
+                  uint64_t empty, QueryBlock<K>& q, ForwardScratch<K>& w) {
+  const int64_t ld = padded<K>(a.value_dim);
+  __builtin_memset(w.extra, 0, (size_t)(a.value_dim * kRow) * sizeof(typename K::T));
+  for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
+    const int64_t keys = min_of(kTile, a.keys - k0);
+    const typename K::S* value = row_of<K>(a.value, b, kv_head(a, h), k0);
+    uniform_tile<K>(a, b, h, q0, rows, k0, keys, empty, w.keep, w.s);
+    const Operand columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value);
+    add_values<K>(a, value, columns, rows, keys, nullptr, false, k0 > 0, false, w, w.extra);
+  }
+  for (uint64_t left = empty; left; left &= left - 1) {
+    const int64_t from = __builtin_ctzll(left), r = lane + from;
+    for (int64_t d = 0; d < a.value_dim; d++)
+      q.out[q.by_rows ? r * ld + d : d * kRow + r] = w.extra[d * kRow + from];
+    q.l[r] = (typename K::T)a.dropout.keep_scale;
+  }
+}
+
+// lse and the normalised output of one block.
+template <class K, class BlockRows>
+void finish_block(const BlockRows& of, QueryBlock<K>& q, ForwardScratch<K>& w) {
   using T = typename K::T;
   using X = typename K::X;
+  const Attention& a = of.a;
   const T kept = (T)a.dropout.keep_scale;
-  const int64_t at = (b * a.heads + h) * a.queries + q.q0, ld = padded<K>(a.value_dim);
+  const int64_t at = of.first_level() + q.q0, ld = padded<K>(a.value_dim);
   if (a.lse) add_logs(q.rows, q.m, q.l, -(T)INFINITY, (T*)a.lse + at, (T*)a.lse_low + at);
   uint64_t empty = 0;
   for (int64_t r = 0; r < q.rows; r++) empty |= (uint64_t)(q.l[r] == 0) << r;
   if (!q.started) __builtin_memset(q.out, 0, (size_t)block_out_size<K>(a) * sizeof(T));
   for (int64_t r = 0; r < kRow; r++) q.l[r] = r < q.rows && q.l[r] != 0 ? kept / q.l[r] : 0;
-  if (empty && a.uniform_empty_rows) {
-    __builtin_memset(w.extra, 0, (size_t)(a.value_dim * kRow) * sizeof(T));
-    for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
-      const int64_t keys = min_of(kTile, a.keys - k0);
-      const typename K::S* value = row_of<K>(a.value, b, kv_head(a, h), k0);
-      uniform_tile<K>(a, b, h, q.q0, q.rows, k0, keys, empty, w.keep, w.s);
-      const Operand columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value);
-      add_values<K>(a, value, columns, q.rows, keys, nullptr, false, k0 > 0, false, w, w.extra);
-    }
-    for (uint64_t left = empty; left; left &= left - 1) {
-      const int64_t r = __builtin_ctzll(left);
-      for (int64_t d = 0; d < a.value_dim; d++)
-        q.out[q.by_rows ? r * ld + d : d * kRow + r] = w.extra[d * kRow + r];
-      q.l[r] = kept;
-    }
-  }
+  if (empty && a.uniform_empty_rows)
+    of.by_heads(q.q0, q.rows, [&](int64_t h, int64_t q0, int64_t lane, int64_t rows) {
+      if (const uint64_t some = empty >> lane & first_bits(rows))
+        uniform_rows<K>(a, of.b, h, q0, rows, lane, some, q, w);
+    });
+  const WrittenRows<K> to = of.out(q.q0);
   if (q.by_rows)
     for (int64_t r = 0; r < q.rows; r++) {
-      typename K::S* const row = row_of<K>(a.out, b, h, q.q0 + r);
+      typename K::S* const row = to.data + r * to.stride;
       if constexpr (K::kPairs)
         K::Dot::scale_row(q.out + r * ld, q.l[r], a.value_dim, row);
       else
         scale_out<X>(q.out + r * ld, ld, q.l[r], 1, a.value_dim, row, 0);
     }
   else
-    write_rows<K>(q.out, q.l, q.rows, a.value_dim, row_of<K>(a.out, b, h, q.q0), a.out.row);
+    write_rows<K>(q.out, q.l, q.rows, a.value_dim, to.data, to.stride);
+  of.wrote(q.q0, q.rows);
 }
 
 // The factors that bring the sums of two ranges of keys to one maximum; m and l become those of

@@ -200,6 +200,8 @@ struct MultiplyTiles : PairUnits<16> {
 //
 #include "few_rows-inl.h"
 //
+#include "block_rows-inl.h"
+//
 #include "width-inl.h"
 //
 #include "forward_block-inl.h"

@@ -32,6 +32,8 @@ TARGET_BEGIN("avx2,fma,f16c,bmi,bmi2")
 //
 #include "few_rows-inl.h"
 //
+#include "block_rows-inl.h"
+//
 #include "width-inl.h"
 //
 #include "forward_block-inl.h"

@@ -41,6 +41,8 @@ TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 //
 #include "few_rows-inl.h"
 //
+#include "block_rows-inl.h"
+//
 #include "width-inl.h"
 //
 #include "forward_block-inl.h"

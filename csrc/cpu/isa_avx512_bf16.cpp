@@ -77,6 +77,8 @@ struct MultiplyPairs : PairUnits<1> {
 //
 #include "few_rows-inl.h"
 //
+#include "block_rows-inl.h"
+//
 #include "width-inl.h"
 //
 #include "forward_block-inl.h"

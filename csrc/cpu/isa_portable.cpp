@@ -28,6 +28,8 @@
 //
 #include "few_rows-inl.h"
 //
+#include "block_rows-inl.h"
+//
 #include "width-inl.h"
 //
 #include "forward_block-inl.h"

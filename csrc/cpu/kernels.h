@@ -67,12 +67,29 @@ struct KernelLimits {
   int64_t one_tile_queries;  // over no more keys than a tile has
   int64_t lanes;             // of a vector
   int64_t rows_in_order;     // of a head, that a call reads in its order where whole_vectors()
+  int64_t grouped_queries;   // of a head, so many at most share a block with those of other heads
 };
 // Where queries are few, the rows of all heads that share K and V are taken together, so many at
 // most; by forward in smaller parts, down to kFewPart, where that leaves threads without a task.
 constexpr int64_t kFewest = 4, kFewRows = 128, kFewPart = 32;
-HOST_DEVICE bool has_few_queries(const Attention& a, const KernelLimits& limits) {
+HOST_DEVICE bool are_few(const Attention& a, const KernelLimits& limits) {
   return a.queries > 0 && a.queries <= (a.keys > kTile ? limits.few_queries : kFewest);
+}
+// Rows that share K and V: the queries of a group of heads.
+HOST_DEVICE int64_t group_rows(const Attention& a) {
+  return a.heads / max_of(1, a.kv_heads) * a.queries;
+}
+// Whether forward fills the lanes of its blocks with the queries of all heads that share K and V:
+// where those of one are few, and together enough.
+HOST_DEVICE bool takes_groups(const Attention& a, const KernelLimits& limits) {
+  constexpr int64_t kEnough = 28;
+  return a.heads > a.kv_heads && a.queries <= limits.grouped_queries && a.keys > kTile &&
+         group_rows(a) >= kEnough;
+}
+// Whether scores are sums over lanes, as those of few rows are: in all passes, since P = exp(S -
+// lse) is right only for the S that lse was made of. (A row's sum does not depend on the others.)
+HOST_DEVICE bool has_few_queries(const Attention& a, const KernelLimits& limits) {
+  return are_few(a, limits) && !takes_groups(a, limits);
 }
 HOST_DEVICE int64_t item_size(const Attention& a) {
   return a.dtype == DType::kFloat64 ? 8 : a.dtype == DType::kFloat32 ? 4 : 2;
@@ -82,7 +99,7 @@ HOST_DEVICE int64_t item_size(const Attention& a) {
 HOST_DEVICE int64_t few_heads(const Attention& a) {
   constexpr int64_t kPage = 4096;
   const bool side_by_side = a.key.head < a.key.row && a.value.head < a.value.row;
-  if (!side_by_side || a.heads / max_of(1, a.kv_heads) * a.queries > kFewPart) return 1;
+  if (!side_by_side || group_rows(a) > kFewPart) return 1;
   const int64_t width = max_of(1, max_of(a.head_dim, a.value_dim)) * item_size(a);
   return max_of(1, min_of(kPage / width, a.kv_heads));
 }
@@ -98,13 +115,14 @@ bool whole_vectors();
          a.key.row == a.head_dim && a.value.row == a.value_dim;
 }
 
-enum class ForwardKernel { kFew, kOneTile, kTiled };
+enum class ForwardKernel { kFew, kGrouped, kOneTile, kTiled };
 // Whether all keys fit into one tile; where the products are of pairs, for no more than
 // one_tile_queries queries, since they are not for a few lanes.
 HOST_DEVICE bool fits_one_tile(const Attention& a, const KernelLimits& limits) {
   return a.keys <= kTile && a.queries <= limits.one_tile_queries;
 }
 HOST_DEVICE ForwardKernel forward_kernel(const Attention& a, const KernelLimits& limits) {
+  if (takes_groups(a, limits)) return ForwardKernel::kGrouped;
   if (has_few_queries(a, limits) && a.heads > 0) return ForwardKernel::kFew;
   return fits_one_tile(a, limits) ? ForwardKernel::kOneTile : ForwardKernel::kTiled;
 }
@@ -126,8 +144,8 @@ HOST_DEVICE BackwardKernel backward_kernel(const Attention& a, const AttentionGr
                                            const KernelLimits& limits) {
   constexpr int64_t kShort = 16;
   const bool one_tile = fits_one_tile(a, limits) && a.queries <= kTile && a.heads == a.kv_heads;
-  const bool few = has_few_queries(a, limits) && a.kv_heads > 0 &&
-                   a.heads / a.kv_heads * a.queries <= kFewRows && !g.grad_weights.data;
+  const bool few =
+      are_few(a, limits) && a.kv_heads > 0 && group_rows(a) <= kFewRows && !g.grad_weights.data;
   if (few && !(one_tile && a.queries > 2 && a.keys <= kShort)) return BackwardKernel::kFew;
   return one_tile ? BackwardKernel::kOneTile : BackwardKernel::kTiled;
 }
@@ -217,7 +235,8 @@ struct TypeKernels {
   void (*merge)(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, void* states,
                 void* scratch);
   // The same for rows [first, first + rows), rows <= kFewRows, of the heads of each of kv_heads
-  // key/value heads (at most few_heads) from kv_head on, row = (head, query).
+  // key/value heads (at most few_heads) from kv_head on, row = (head, query). Where takes_groups,
+  // those of one key/value head, rows <= 64 group(a), or 64 of one range.
   void (*forward_few)(const Attention& a, int64_t b, int64_t kv_head, int64_t kv_heads,
                       int64_t first, int64_t rows, int64_t range, void* states, void* scratch);
   void (*merge_few)(const Attention& a, int64_t b, int64_t kv_head, int64_t kv_heads, int64_t first,

@@ -314,7 +314,7 @@ void limbs_tile(const Attention& a, int64_t b, int64_t h, int64_t k0, int64_t ke
     finish_half<K>(a, product, w);
     if constexpr (K::kCut)
       if (t.key.unusual || query.unusual) {
-        pack_query_once<K>(a, b, h, q);
+        pack_query_once<K>(HeadRows<K>{a, b, h}, q);
         add_unusual_scores<K, 1, kTile>(key, a.key.row, a.head_dim, q.query + lane, queries, s);
       }
     t.half = {s,

@@ -11,12 +11,11 @@ namespace {
 // depend on that.
 // Where what they share is dear, fewer tasks are enough; then a thread that is alone has no reason
 // to cut at all.
-int64_t blocks_together(const Attention& a, int64_t groups, int64_t most) {
+int64_t blocks_together(const Attention& a, int64_t heads, int64_t blocks, int64_t most) {
   const int64_t threads = at::get_num_threads();
   const int64_t tasks = !kernels_for(a).packs(a) ? 8 : threads > 1 ? 4 : 1;
-  const int64_t blocks = std::max<int64_t>(1, query_blocks(a));
-  const int64_t all = groups * a.batch * a.heads * blocks;
-  const int64_t fit = std::clamp<int64_t>(all / (tasks * threads), 1, most);
+  blocks = std::max<int64_t>(1, blocks);
+  const int64_t fit = std::clamp<int64_t>(heads * a.batch * blocks / (tasks * threads), 1, most);
   return ceil_div(blocks, ceil_div(blocks, fit));
 }
 
@@ -51,7 +50,7 @@ ForwardPlan plan_forward(const Attention& a, int64_t groups) {
   if (plan.kernel == ForwardKernel::kFew) {
     // Fewer rows and heads together, where that would leave threads without a task.
     const int64_t threads = available_threads(), heads = groups * a.batch * a.kv_heads * ranges;
-    const int64_t rows = a.heads / a.kv_heads * a.queries;
+    const int64_t rows = group_rows(a);
     const auto share = [&](int64_t tasks, int64_t least, int64_t most) {
       return threads == 1 ? most : std::clamp<int64_t>(tasks / (2 * threads), least, most);
     };
@@ -59,8 +58,19 @@ ForwardPlan plan_forward(const Attention& a, int64_t groups) {
     plan.parts = ceil_div(rows, plan.together);
     plan.heads = share(heads * plan.parts, 1, few_heads(a));
     plan.group_jobs = a.batch * ceil_div(a.kv_heads, plan.heads) * plan.parts;
+  } else if (plan.kernel == ForwardKernel::kGrouped) {
+    const int64_t rows = group_rows(a), lanes = kernels.limits.lanes;
+    const int64_t most = blocks_together(a, groups * a.kv_heads, ceil_div(rows, kTile),
+                                         ranges > 1 ? 1 : kernels.group(a));
+    // Equal parts, of whole blocks, or, less than one, of whole vectors.
+    const int64_t whole = most > 1 ? kTile : lanes;
+    plan.parts = ceil_div(rows, most * kTile);
+    plan.together = ceil_div(ceil_div(rows, plan.parts), whole) * whole;
+    plan.parts = ceil_div(rows, plan.together);
+    plan.group_jobs = a.batch * a.kv_heads * plan.parts;
   } else {  // one block where its ranges may be tasks
-    plan.together = blocks_together(a, groups, ranges > 1 ? 1 : kernels.group(a));
+    plan.together =
+        blocks_together(a, groups * a.heads, query_blocks(a), ranges > 1 ? 1 : kernels.group(a));
     plan.parts = ceil_div(query_blocks(a), plan.together);
     if (plan.kernel == ForwardKernel::kOneTile) plan.heads = short_heads_together(a, groups);
     plan.group_jobs = ceil_div(a.batch * a.heads, plan.heads) * plan.parts;
@@ -75,7 +85,7 @@ ForwardPlan plan_forward(const Attention& a, int64_t groups) {
 
 TangentPlan plan_forward_tangent(const Attention& a, int64_t groups) {
   const TypeKernels& kernels = kernels_for(a);
-  const int64_t together = blocks_together(a, groups, kTangentGroup);
+  const int64_t together = blocks_together(a, groups * a.heads, query_blocks(a), kTangentGroup);
   const int64_t parts = ceil_div(query_blocks(a), together), tasks = a.batch * a.heads * parts;
   TangentPlan plan{
       together, parts, tasks,

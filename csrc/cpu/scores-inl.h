@@ -339,18 +339,30 @@ bool scores_are_product(const Attention& a, const Range* bands) {
          !has_few_queries(a, K::kLimits);
 }
 
-// S[key][64 queries] = scale Q K^T + bias, of the bands. A bias of -inf hides the pair: `visible`
-// and `bits` say so. top[64]: where scores_are_product, the largest of each query,
-// hidden pairs too.
+// S[key][64 queries] = scale Q K^T, of the bands. top[64]: where scores_are_product, the largest of
+// each query, hidden pairs too.
+template <class K>
+void product_scores(const Attention& a, int64_t rows, int64_t keys, const LaneRows<K>& query_lanes,
+                    const Operand& key_rows, typename K::T* s, Ahead* ahead, const Range* bands,
+                    typename K::T* top) {
+  const int64_t vectors = vectors_of<K>(rows);
+  if (top)
+    for (int64_t r = 0; r < vectors * K::kLanes; r++) top[r] = -(typename K::T)INFINITY;
+  constexpr bool kScaled = K::kPairs && K::Dot::kRowBlock == 1;
+  const typename K::T scale = (typename K::T)a.scale;
+  score_product_bands<K, kScaled>(bands, key_rows, keys, a.head_dim, query_lanes, rows, s, ahead,
+                                  scale, top);
+  if constexpr (K::kPairs && !kScaled) scale_tile<K>(scale, keys, vectors, s);
+}
+
+// S of queries of one head, with the bias. A bias of -inf hides the pair: `visible` and `bits` say
+// so.
 template <class K>
 Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
                   int64_t keys, const LaneRows<K>& query_lanes, const Operand& key_rows,
                   Visibility visible, uint64_t* bits, typename K::T* s, typename K::T* scratch,
                   Ahead* ahead = nullptr, const Range* bands = nullptr,
                   typename K::T* top = nullptr) {
-  const int64_t vectors = vectors_of<K>(rows);
-  if (top)
-    for (int64_t r = 0; r < vectors * K::kLanes; r++) top[r] = -(typename K::T)INFINITY;
   if (has_few_queries(a, K::kLimits)) {
     few_scores_tile<K>(a, b, h, q0, rows, k0, keys, s);
   } else {
@@ -360,11 +372,7 @@ Visibility scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
         return a.bias.data ? add_bias<K>(a, b, h, q0, rows, k0, keys, visible, bits, s, scratch)
                            : visible;
       }
-    constexpr bool kScaled = K::kPairs && K::Dot::kRowBlock == 1;
-    const typename K::T scale = (typename K::T)a.scale;
-    score_product_bands<K, kScaled>(bands, key_rows, keys, a.head_dim, query_lanes, rows, s, ahead,
-                                    scale, top);
-    if constexpr (K::kPairs && !kScaled) scale_tile<K>(scale, keys, vectors, s);
+    product_scores<K>(a, rows, keys, query_lanes, key_rows, s, ahead, bands, top);
   }
   if (!a.bias.data) return visible;
   return add_bias<K>(a, b, h, q0, rows, k0, keys, visible, bits, s, scratch);

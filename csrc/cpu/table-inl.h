@@ -18,9 +18,11 @@ int64_t forward_scratch_bytes(const Attention& a) {
   Arena arena{nullptr};
   ForwardScratch<K> scratch(a, arena);
   const int64_t levels = 3 * round_up(kRow * (int64_t)sizeof(typename K::T), 64);
+  Arena group_arena{nullptr, arena.used};
+  GroupScratch<K> group_scratch(a, group_arena);
   Arena few_arena{nullptr};
   FewScratch<K> few_scratch(a, few_arena);
-  return max_of(arena.used + levels, few_arena.used);
+  return max_of(max_of(arena.used + levels, group_arena.used), few_arena.used);
 }
 
 template <class K>

@@ -19,6 +19,14 @@ struct Kind {
   static constexpr bool kInPlace = sizeof(S) == sizeof(T);  // storage is what the products read
   // Of few queries, for which a head that lies dense is read in the order of memory.
   static constexpr int64_t kRowsInOrder = X::kRowsInOrder;
+  // Of a head whose queries share a block with those of others: a matrix unit does whole tiles, and
+  // has them; where it takes limbs, more than a vector of queries are a block of their own.
+  static constexpr int64_t kGroupedQueries = [] {
+    if constexpr (requires { typename Dot::InLimbs; })
+      return Dot::InLimbs::kLimbs == 1 ? 0 : kLanes;
+    else
+      return Dot::kRowBlock > 1 ? (int64_t)0 : kTile * 5 / 8;
+  }();
   // Where it takes long to widen rows, lanes of queries may be emptier. Where products are of
   // pairs, tiles are better for more than one block of queries, since these share what is packed of
   // K; on a matrix unit for more than a vector of them.
@@ -26,7 +34,7 @@ struct Kind {
                                            !kPairs               ? INT64_MAX
                                            : Dot::kRowBlock == 1 ? kTile
                                                                  : kLanes,
-                                           kLanes, kRowsInOrder};
+                                           kLanes, kRowsInOrder, kGroupedQueries};
   // Whether products read rows of K or V where they are: where they follow one another, or, on some
   // processors, where few blocks of queries read them. Else rows are packed: those that stand far
   // apart share few cache sets.

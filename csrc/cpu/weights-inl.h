@@ -40,7 +40,7 @@ void weights(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
   if (a.lse) {
     row_levels<K>(a, b, h, q0, rows, high, low);
   } else {
-    scan_keys<K>(a, b, h, q0, rows, {0, a.keys}, false, w);
+    scan_keys<K>(HeadRows<K>{a, b, h}, q0, rows, {0, a.keys}, false, w);
     add_logs(kRow, q.m, q.l, (T)INFINITY, high, low);
   }
   uint64_t empty = 0;
