@@ -135,7 +135,8 @@ HOST_DEVICE int64_t heads_together(const Attention& a, const KernelLimits& limit
   return max_of(1, min_of(kTile, pairs / max_of(1, a.keys)) / lanes);
 }
 
-// kFew: so few rows share K and V that one call takes all of them.
+// kFew: so few rows share K and V that one call takes all of them; of a group also where the
+// queries of a head are more, but less than two vectors.
 // kOneTile: the queries of a head, too, are one tile, and no other head shares the keys. Then
 // backward computes delta itself, unless grad_weights is what it starts from. Of three or four
 // queries over few keys, too: that has less to prepare.
@@ -144,8 +145,9 @@ HOST_DEVICE BackwardKernel backward_kernel(const Attention& a, const AttentionGr
                                            const KernelLimits& limits) {
   constexpr int64_t kShort = 16;
   const bool one_tile = fits_one_tile(a, limits) && a.queries <= kTile && a.heads == a.kv_heads;
-  const bool few =
-      are_few(a, limits) && a.kv_heads > 0 && group_rows(a) <= kFewRows && !g.grad_weights.data;
+  const bool grouped = takes_groups(a, limits) && a.queries < 2 * limits.lanes;
+  const bool few = (grouped || are_few(a, limits)) && a.kv_heads > 0 && group_rows(a) <= kFewRows &&
+                   !g.grad_weights.data;
   if (few && !(one_tile && a.queries > 2 && a.keys <= kShort)) return BackwardKernel::kFew;
   return one_tile ? BackwardKernel::kOneTile : BackwardKernel::kTiled;
 }
