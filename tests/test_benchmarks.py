@@ -753,8 +753,9 @@ def test_samples_follow_a_call_that_is_not_counted(lasts: float, order: str) -> 
 
 
 def test_the_examples_of_the_documents_are_options() -> None:
-    """Each command line in benchmarks/README.md and docs/performance.md parses."""
-    folder = FOLDER.parent
-    for path in (FOLDER / "README.md", folder / "docs" / "performance.md", folder / "README.md"):
+    """Each command line in the READMEs and in what is said of performance parses."""
+    root = FOLDER.parent
+    documents = (root / "docs" / "performance.md", *sorted(root.glob("docs/performance/*.md")))
+    for path in (FOLDER / "README.md", root / "README.md", *documents):
         for line in re.findall(r"python benchmarks/run\.py([^\n`#]*)", path.read_text()):
             run._parser().parse_args(shlex.split(line))

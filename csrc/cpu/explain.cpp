@@ -157,7 +157,7 @@ Pass backward(const Attention& a, const AttentionGrad& g) {
       pass.tile_rows = group_rows(a);
       pass.why.push_back(text(counted(a.queries, "query", "queries"),
                               takes_groups(a, kernels_for(a).limits)
-                                  ? text(" in ", a.heads / a.kv_heads, " heads that share K and V")
+                                  ? text(" in ", a.heads / a.kv_heads, " heads")
                                   : text(" a head, at most ", few_queries(a)),
                               ": a tile has the rows of the heads that share K and V, ", kFewRows,
                               " at most, and each key is met once"));
