@@ -35,6 +35,7 @@ SHAPES = size(
         (5, 6, 1, 65),
         (7, 20, 2, 150),
         (12, 8, 2, 128),
+        (12, 32, 4, 130),
         (33, 4, 2, 100),
         (40, 6, 2, 70),
         (3, 48, 1, 1100),
@@ -98,6 +99,17 @@ def test_results(
     dtype: torch.dtype, shape: tuple[int, int, int, int], options: dict[str, Any]
 ) -> None:
     inputs = grouped(dtype, shape, **options)
+    found = every_result(inputs)
+    assert_accurate(
+        found, exact(inputs), plain_orders(inputs, results), largest_terms(inputs), tuple(found)
+    )
+
+
+def test_scores_of_few_queries_are_sums_over_lanes() -> None:
+    """In the order of a tile the gradient of the values had 1.7 times the error that is allowed."""
+    inputs = make(
+        Problem(batch=1, heads=10, kv_heads=1, queries=3, keys=200, head_dim=128, numbers=98)
+    )
     found = every_result(inputs)
     assert_accurate(
         found, exact(inputs), plain_orders(inputs, results), largest_terms(inputs), tuple(found)
@@ -201,8 +213,7 @@ def test_explain_names_them() -> None:
         found = mha_ext.explain(torch.randn(1, heads, queries, 16), key, key).forward
         return found.kernel, found.tile
 
-    assert kernel(4, 16)[0] == "grouped"
+    assert kernel(4, 16)[0] == "few queries"
     assert kernel(16, 8) == ("grouped", (64, 64))
-    assert kernel(4, 8)[0] == "few queries"  # 16 rows: memory takes longer than arithmetic
     assert kernel(100, 8)[0] == "tiled"
     assert kernel(16, 2)[0] == "tiled"  # nothing is shared

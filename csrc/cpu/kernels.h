@@ -72,7 +72,9 @@ struct KernelLimits {
 // Where queries are few, the rows of all heads that share K and V are taken together, so many at
 // most; by forward in smaller parts, down to kFewPart, where that leaves threads without a task.
 constexpr int64_t kFewest = 4, kFewRows = 128, kFewPart = 32;
-HOST_DEVICE bool are_few(const Attention& a, const KernelLimits& limits) {
+// Then scores are sums over lanes, as those of few rows are: in all passes, since P = exp(S - lse)
+// is right only for the S that lse was made of. (A row's sum does not depend on the others.)
+HOST_DEVICE bool has_few_queries(const Attention& a, const KernelLimits& limits) {
   return a.queries > 0 && a.queries <= (a.keys > kTile ? limits.few_queries : kFewest);
 }
 // Rows that share K and V: the queries of a group of heads.
@@ -80,16 +82,12 @@ HOST_DEVICE int64_t group_rows(const Attention& a) {
   return a.heads / max_of(1, a.kv_heads) * a.queries;
 }
 // Whether forward fills the lanes of its blocks with the queries of all heads that share K and V:
-// where those of one are few, and together enough.
+// where those of one are more than few, whose scores are better summed over lanes, but less than a
+// tile, and together enough.
 HOST_DEVICE bool takes_groups(const Attention& a, const KernelLimits& limits) {
   constexpr int64_t kEnough = 28;
   return a.heads > a.kv_heads && a.queries <= limits.grouped_queries && a.keys > kTile &&
-         group_rows(a) >= kEnough;
-}
-// Whether scores are sums over lanes, as those of few rows are: in all passes, since P = exp(S -
-// lse) is right only for the S that lse was made of. (A row's sum does not depend on the others.)
-HOST_DEVICE bool has_few_queries(const Attention& a, const KernelLimits& limits) {
-  return are_few(a, limits) && !takes_groups(a, limits);
+         !has_few_queries(a, limits) && group_rows(a) >= kEnough;
 }
 HOST_DEVICE int64_t item_size(const Attention& a) {
   return a.dtype == DType::kFloat64 ? 8 : a.dtype == DType::kFloat32 ? 4 : 2;
@@ -146,8 +144,8 @@ HOST_DEVICE BackwardKernel backward_kernel(const Attention& a, const AttentionGr
   constexpr int64_t kShort = 16;
   const bool one_tile = fits_one_tile(a, limits) && a.queries <= kTile && a.heads == a.kv_heads;
   const bool grouped = takes_groups(a, limits) && a.queries < 2 * limits.lanes;
-  const bool few = (grouped || are_few(a, limits)) && a.kv_heads > 0 && group_rows(a) <= kFewRows &&
-                   !g.grad_weights.data;
+  const bool few = (grouped || has_few_queries(a, limits)) && a.kv_heads > 0 &&
+                   group_rows(a) <= kFewRows && !g.grad_weights.data;
   if (few && !(one_tile && a.queries > 2 && a.keys <= kShort)) return BackwardKernel::kFew;
   return one_tile ? BackwardKernel::kOneTile : BackwardKernel::kTiled;
 }
