@@ -141,8 +141,8 @@ class BackwardFew {
       const S *query = row_of<K>(a_.query, b_, row.head, row.query),
               *grad_out = row_of<K>(g_.grad_out, b_, row.head, row.query);
       if (!in_lanes_) {
-        few_operand<K>(query, d, (T)a_.scale, w_.query.rows + r * ld_);
-        few_operand<K>(grad_out, dv, 1, w_.grad_out.rows + r * ldv_);
+        few_operand<K>(query, d, (T)a_.scale, w_.query.rows + r * w_.query.row);
+        few_operand<K>(grad_out, dv, 1, w_.grad_out.rows + r * w_.grad_out.row);
       }
       __builtin_memcpy(w_.query_rows + r * d, query, (size_t)d * sizeof(S));
       __builtin_memcpy(w_.grad_out_rows + r * dv, grad_out, (size_t)dv * sizeof(S));
@@ -158,14 +158,16 @@ class BackwardFew {
                     w_.grad_out.lanes + block * w_.grad_out.block);
     }
     // Rows past the last one, which stand in where the products take four: zeros.
-    if (!in_lanes_) {
-      for (int64_t i = rows_ * ld_; i < few_rows(a_) * ld_; i++) w_.query.rows[i] = 0;
-      for (int64_t i = rows_ * ldv_; i < few_rows(a_) * ldv_; i++) w_.grad_out.rows[i] = 0;
+    for (int64_t r = rows_; !in_lanes_ && r < few_rows(a_); r++) {
+      __builtin_memset(w_.query.rows + r * w_.query.row, 0, (size_t)w_.query.row * sizeof(T));
+      __builtin_memset(w_.grad_out.rows + r * w_.grad_out.row, 0,
+                       (size_t)w_.grad_out.row * sizeof(T));
     }
     for (int64_t i = rows_ * kTile; i < few_rows(a_) * kTile; i++) w_.p[i] = w_.ds[i] = 0;
   }
 
-  // Where the grad_query of a row is summed.
+  // Where the grad_query of a row is summed: a head has less than two vectors of queries, and so
+  // room for them, few_width apart, in query_sum_size.
   T* total_of(int64_t r, int64_t range) const {
     if (!sums_) return w_.total + r * ld_;
     const int64_t head = r / a_.queries, query = r % a_.queries;
@@ -316,7 +318,7 @@ class BackwardFew {
   BackwardFewScratch<K>& w_;
   const KeyRanges ranges_ = grad_ranges(a_);
   const int64_t group_ = a_.heads / a_.kv_heads, rows_ = group_ * a_.queries;
-  const int64_t ld_ = few_width<K>(a_.head_dim), ldv_ = few_width<K>(a_.value_dim);
+  const int64_t ld_ = few_width<K>(a_.head_dim);
   const bool in_lanes_ = takes_groups(a_, K::kLimits);  // as in forward
   Ahead ahead_{longest_asked<K>()};
   const bool write_bias_ = g_.grad_bias.data && !g_.adds_bias && bias_is_dense(a_, g_.grad_bias);

@@ -139,7 +139,7 @@ void add_uniform_values(const Attention& a, const AttentionGrad& g, int64_t b, i
   const int64_t ld = padded<K>(a.value_dim);
   for (int64_t k0 = begin; k0 < end; k0 += kTile) {
     const int64_t keys = min_of(kTile, end - k0);
-    uniform_tile<K>(a, b, h, q0, rows, k0, keys, empty, w.keep, w.p);
+    uniform_tile<K>(HeadRows<K>{a, b, h}, q0, rows, k0, keys, empty, w.keep, w.p);
     for (uint64_t left = empty; left; left &= left - 1) {
       const int64_t r = __builtin_ctzll(left);
       const typename K::S* grad_out = row_of<K>(g.grad_out, b, h, q0 + r);

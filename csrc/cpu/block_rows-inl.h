@@ -1,5 +1,6 @@
-// What the lanes of a block of forward are: the queries of one head; or, where these are few, those
-// of all heads that share K and V, head after head (Ainslie et al. 2023 call such heads a group).
+// What the lanes of a block of forward are: the queries of one head; or, where these are less than
+// a tile, those of all heads that share K and V, head after head (Ainslie et al. 2023 call such
+// heads a group).
 namespace mha_ext::cpu {
 namespace {
 
@@ -67,11 +68,6 @@ struct HeadRows {
     mha_ext::cpu::ask_rows<K>(t, b, h, first, last, width, ahead);
   }
   NextHead next() const { return head_after(a, b, h); }
-  // run(head, its first query, lane, count) for the rows of each head in a block.
-  template <class Run>
-  void by_heads(int64_t q0, int64_t rows, const Run& run) const {
-    run(h, q0, (int64_t)0, rows);
-  }
   // Where a block writes its output, and what is left to do then.
   WrittenRows<K> out(int64_t q0) const { return {row_of<K>(a.out, b, h, q0), a.out.row}; }
   void wrote(int64_t, int64_t) const {}
@@ -169,21 +165,12 @@ class GroupRows {
     }
     turn(keep, rows);
   }
-  // Few rows of many heads: these are as soon there as asked for.
+  // A few rows of many heads: these are as soon there as asked for.
   void ask_rows(const Rows&, int64_t, int64_t, int64_t, Ahead&) const {}
   NextHead next() const { return head_after(a, b, first_head() + a.heads / a.kv_heads - 1); }
   // Where the heads' masks and biases follow one another.
   void ask_pairs(int64_t q0, int64_t k0, Ahead& ahead) const {
     mha_ext::cpu::ask_pairs<K>(heads_, b, 0, first_head() * a.queries + q0, k0, ahead);
-  }
-  template <class Run>
-  void by_heads(int64_t q0, int64_t rows, const Run& run) const {
-    for (int64_t lane = 0; lane < rows;) {
-      const FewRow row = row_at(q0 + lane);
-      const int64_t count = min_of(rows - lane, a.queries - row.query);
-      run(row.head, row.query, lane, count);
-      lane += count;
-    }
   }
   WrittenRows<K> out(int64_t) const { return {w_.rows, a.value_dim}; }
   void wrote(int64_t q0, int64_t rows) const {

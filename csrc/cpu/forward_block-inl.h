@@ -233,10 +233,11 @@ void rescale_rows(int64_t rows, const typename K::T* old, const typename K::T* m
 
 // tile[key][64 r] = 1 / Lk in the rows of `empty` that dropout keeps, else 0: P of rows that see
 // nothing.
-template <class K>
-void uniform_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t k0,
-                  int64_t keys, uint64_t empty, uint64_t* keep, typename K::T* tile) {
-  if (a.dropout.seed) dropout_tile<K>(a, b, h, q0, rows, k0, keys, keep);
+template <class K, class BlockRows>
+void uniform_tile(const BlockRows& of, int64_t q0, int64_t rows, int64_t k0, int64_t keys,
+                  uint64_t empty, uint64_t* keep, typename K::T* tile) {
+  const Attention& a = of.a;
+  if (a.dropout.seed) of.dropout(q0, rows, k0, keys, keep);
   for (int64_t n = 0; n < keys; n++) {
     if (a.dropout.seed)
       keep[n] &= empty;
@@ -245,28 +246,6 @@ void uniform_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t 
   }
   for (int64_t i = 0; i < keys * kRow; i++) tile[i] = (typename K::T)1 / (typename K::T)a.keys;
   select_tile<K>(keep, keys, vectors_of<K>(rows), 0, tile);
-}
-
-// Out of queries [q0, q0 + rows) of a head, those of `empty`, which see nothing, get the mean of
-// all values: lanes `lane` and up of block q.
-template <class K>
-void uniform_rows(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, int64_t lane,
-                  uint64_t empty, QueryBlock<K>& q, ForwardScratch<K>& w) {
-  const int64_t ld = padded<K>(a.value_dim);
-  __builtin_memset(w.extra, 0, (size_t)(a.value_dim * kRow) * sizeof(typename K::T));
-  for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
-    const int64_t keys = min_of(kTile, a.keys - k0);
-    const typename K::S* value = row_of<K>(a.value, b, kv_head(a, h), k0);
-    uniform_tile<K>(a, b, h, q0, rows, k0, keys, empty, w.keep, w.s);
-    const Operand columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value);
-    add_values<K>(a, value, columns, rows, keys, nullptr, false, k0 > 0, false, w, w.extra);
-  }
-  for (uint64_t left = empty; left; left &= left - 1) {
-    const int64_t from = __builtin_ctzll(left), r = lane + from;
-    for (int64_t d = 0; d < a.value_dim; d++)
-      q.out[q.by_rows ? r * ld + d : d * kRow + r] = w.extra[d * kRow + from];
-    q.l[r] = (typename K::T)a.dropout.keep_scale;
-  }
 }
 
 // lse and the normalised output of one block.
@@ -282,11 +261,22 @@ void finish_block(const BlockRows& of, QueryBlock<K>& q, ForwardScratch<K>& w) {
   for (int64_t r = 0; r < q.rows; r++) empty |= (uint64_t)(q.l[r] == 0) << r;
   if (!q.started) __builtin_memset(q.out, 0, (size_t)block_out_size<K>(a) * sizeof(T));
   for (int64_t r = 0; r < kRow; r++) q.l[r] = r < q.rows && q.l[r] != 0 ? kept / q.l[r] : 0;
-  if (empty && a.uniform_empty_rows)
-    of.by_heads(q.q0, q.rows, [&](int64_t h, int64_t q0, int64_t lane, int64_t rows) {
-      if (const uint64_t some = empty >> lane & first_bits(rows))
-        uniform_rows<K>(a, of.b, h, q0, rows, lane, some, q, w);
-    });
+  if (empty && a.uniform_empty_rows) {
+    __builtin_memset(w.extra, 0, (size_t)(a.value_dim * kRow) * sizeof(T));
+    for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
+      const int64_t keys = min_of(kTile, a.keys - k0);
+      const typename K::S* value = row_of<K>(a.value, of.b, of.kv(), k0);
+      uniform_tile<K>(of, q.q0, q.rows, k0, keys, empty, w.keep, w.s);
+      const Operand columns = columns_operand<K>(value, a.value.row, keys, a.value_dim, w.value);
+      add_values<K>(a, value, columns, q.rows, keys, nullptr, false, k0 > 0, false, w, w.extra);
+    }
+    for (uint64_t left = empty; left; left &= left - 1) {
+      const int64_t r = __builtin_ctzll(left);
+      for (int64_t d = 0; d < a.value_dim; d++)
+        q.out[q.by_rows ? r * ld + d : d * kRow + r] = w.extra[d * kRow + r];
+      q.l[r] = kept;
+    }
+  }
   const WrittenRows<K> to = of.out(q.q0);
   if (q.by_rows)
     for (int64_t r = 0; r < q.rows; r++) {

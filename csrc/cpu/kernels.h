@@ -133,8 +133,8 @@ HOST_DEVICE int64_t heads_together(const Attention& a, const KernelLimits& limit
   return max_of(1, min_of(kTile, pairs / max_of(1, a.keys)) / lanes);
 }
 
-// kFew: so few rows share K and V that one call takes all of them; of a group also where the
-// queries of a head are more, but less than two vectors.
+// kFew: so few rows share K and V that one call takes all of them; where forward takes groups, also
+// of more queries a head, but less than two vectors.
 // kOneTile: the queries of a head, too, are one tile, and no other head shares the keys. Then
 // backward computes delta itself, unless grad_weights is what it starts from. Of three or four
 // queries over few keys, too: that has less to prepare.

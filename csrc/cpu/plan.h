@@ -8,9 +8,9 @@ namespace mha_ext::cpu {
 
 struct ForwardPlan {
   ForwardKernel kernel;
-  int64_t together;    // blocks of 64 queries of a head that a job takes; kFew: rows
-  int64_t parts;       // jobs of a head; kFew: of kv_heads key/value heads
-  int64_t heads;       // that a job takes: kFew: of key and value; kOneTile: short ones
+  int64_t together;    // blocks of 64 queries of a head that a job takes; kFew, kGrouped: rows
+  int64_t parts;       // jobs of a head; kFew, kGrouped: of `heads` key/value heads
+  int64_t heads;       // that a job takes: kFew, kGrouped: of key and value; kOneTile: short ones
   int64_t group_jobs;  // of one group
   JobPlan jobs;        // over the ranges of keys
 };

@@ -301,7 +301,7 @@ void finish_tangent(const Attention& a, const AttentionTangent& t, int64_t b, in
     for (int64_t k0 = 0; k0 < a.keys; k0 += kTile) {
       const int64_t keys = min_of(kTile, a.keys - k0);
       const typename K::S* from = row_of<K>(t.value, b, kv_head(a, h), k0);
-      uniform_tile<K>(a, b, h, q.q0, q.rows, k0, keys, empty, w.keep, w.s);
+      uniform_tile<K>(HeadRows<K>{a, b, h}, q.q0, q.rows, k0, keys, empty, w.keep, w.s);
       const ValueRows<K> value{
           from, t.value.row,
           columns_operand<K>(from, t.value.row, keys, a.value_dim, w.value_tangent)};
