@@ -194,33 +194,51 @@ def test_infinite_values_are_seen(shape: tuple[int, int, int, int]) -> None:
     assert out[:, 1:group].isposinf().all()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_passes_sum_scores_in_one_order(
+def large_scores(
     dtype: torch.dtype, shape: tuple[int, int, int, int]
-) -> None:
-    """So P is 1 in all, however large the scores, whose rounding is a large part of an exponent."""
+) -> tuple[tuple[Tensor, Tensor, Tensor], float]:
+    """Queries, keys and values with scores whose rounding is a large part of an exponent: a P made of a
+    score that was summed in another order than that of lse is not a part of 1. And how far from 1 a sum
+    of P may be."""
     inputs = grouped(dtype, shape, head_dim=128)
     times = {torch.float64: 2.0**40, torch.float32: 2.0**12}.get(dtype, 2.0**10)
-    query, key, value = inputs.query * times, inputs.key, inputs.value
+    tolerance = 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-5
+    return (inputs.query * times, inputs.key, inputs.value), tolerance
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_backward_and_weights_sum_scores_as_forward(
+    dtype: torch.dtype, shape: tuple[int, int, int, int]
+) -> None:
+    (query, key, value), tolerance = large_scores(dtype, shape)
     value.requires_grad_()
     out, lse = mha_ext.attention(query, key, value, return_lse=True)
-    tolerance = 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-5
-    # Of backward: the gradient of a value is a sum of P over its queries.
+    assert lse.isfinite().all()
+    # The gradient of a value is a sum of P over its queries.
     (of_backward,) = torch.autograd.grad(out, value, torch.ones_like(out))
     rows = shape[0] * shape[1] / shape[2]
     assert (of_backward.double().sum(2) / rows - 1).abs().max() < tolerance
     weights = mha_ext.attention_weights(query, key)
     assert (weights.double().sum(-1) - 1).abs().max() < tolerance
-    # Of the tangent: lse' is a sum of P o S', and S' of a bias that is 1 is 1.
+
+
+@pytest.mark.cpu_alone("forward's scores come from the tensor cores, the tangents' do not")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tangents_sum_scores_as_forward(
+    dtype: torch.dtype, shape: tuple[int, int, int, int]
+) -> None:
+    """lse' is a sum of P o S', and S' of a bias whose tangent is 1 is 1."""
+    (query, key, value), tolerance = large_scores(dtype, shape)
     bias = torch.zeros(shape[0], shape[3], dtype=dtype)
 
     def levels(bias: Tensor) -> Tensor:
-        return mha_ext.attention(query, key, value.detach(), bias=bias, return_lse=True)[1]
+        return mha_ext.attention(query, key, value, bias=bias, return_lse=True)[1]
 
-    _, tangent = torch.func.jvp(levels, (bias,), (torch.ones_like(bias),))
-    assert (tangent - 1).abs().max() < tolerance
+    lse, tangent = torch.func.jvp(levels, (bias,), (torch.ones_like(bias),))
     assert lse.isfinite().all()
+    assert (tangent - 1).abs().max() < tolerance
 
 
 @pytest.mark.cpu_alone("a GPU has kernels of its own")
