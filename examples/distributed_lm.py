@@ -195,4 +195,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    # Caches of DTensor's keep the groups, and so Gloo's threads outlive Python: one that lets go of a tensor only
+    # then aborts the process. So Python ends here, at once.
+    sys.stdout.flush()
+    os._exit(status)
