@@ -135,6 +135,9 @@ INLINE __m512d _mm512_loadu_pd(const void* p) { return emulated_load<__m512d>(p)
 INLINE __m512i _mm512_loadu_si512(const void* p) { return emulated_load<__m512i>(p); }
 INLINE void _mm512_storeu_ps(void* p, __m512 v) { __builtin_memcpy(p, &v, sizeof v); }
 INLINE void _mm512_storeu_pd(void* p, __m512d v) { __builtin_memcpy(p, &v, sizeof v); }
+INLINE void _mm512_stream_ps(void* p, __m512 v) { __builtin_memcpy(p, &v, sizeof v); }
+INLINE void _mm512_stream_pd(void* p, __m512d v) { __builtin_memcpy(p, &v, sizeof v); }
+INLINE void _mm512_stream_si512(void* p, __m512i v) { __builtin_memcpy(p, &v, sizeof v); }
 INLINE void _mm512_storeu_si512(void* p, __m512i v) { __builtin_memcpy(p, &v, sizeof v); }
 INLINE __m512 _mm512_maskz_loadu_ps(__mmask16 k, const void* p) {
   return emulated_load<__m512, float>(k, p);

@@ -48,6 +48,8 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const int64_t ld = padded<K>(a.head_dim), ldv = padded<K>(a.value_dim);
   const int64_t group = a.heads / a.kv_heads, blocks = ceil_div(a.queries, kTile);
   const bool write_bias = g.grad_bias.data && !g.adds_bias && bias_is_dense(a, g.grad_bias);
+  const PastCaches<X> bias_past =
+      write_bias ? bias_past_caches<K>(a, g.grad_bias) : PastCaches<X>();
   const bool once_of_head = may_meet_once<K>(a);
   const bool uniform = a.uniform_empty_rows && !(once_of_head && !any_empty_row<K>(a, b, kv));
   const int64_t begin = part.first * ranges.size, last = min_of(a.keys, part.last * ranges.size);
@@ -242,7 +244,8 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
         limbs_gradient<K>(a, g, b, h, q.q0, k0, value + at * a.value.row, tile, visible,
                           g.grad_bias.data, w);
         if (write_bias)
-          store_bias_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, w.one, w.limbs.ds_tile);
+          store_bias_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, w.one, w.limbs.ds_tile,
+                             (bool)bias_past);
         if (g.adds_bias) add_bias_tile<K>(g, b, h, q.q0, q.rows, k0, keys, w.limbs.ds_tile);
         q.first = false;
         w.touched[at / kTile] = true;
@@ -252,7 +255,8 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
         gradient_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, rows_from(key_rows, in),
                          rows_from(value_rows, in), of, [&] { return !is_dirty(q, at, keys); });
     if (visible == Visibility::kEmpty) return add_left();
-    if (write_bias) store_bias_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, w.one, of.ds);
+    if (write_bias)
+      store_bias_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, w.one, of.ds, (bool)bias_past);
     if (g.adds_bias) add_bias_tile<K>(g, b, h, q.q0, q.rows, k0, keys, of.ds);
 
     q.first = false;

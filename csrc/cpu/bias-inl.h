@@ -2,18 +2,31 @@
 namespace mha_ext::cpu {
 namespace {
 
+// Whether the gradient of a bias that broadcasts nowhere goes past the caches.
+template <class K>
+PastCaches<typename K::X> bias_past_caches(const Attention& a, const Pairs& grad_bias) {
+  const int64_t count = a.batch * a.heads * a.queries * a.keys;
+  const int64_t strides = grad_bias.batch | grad_bias.head | grad_bias.query;
+  const auto of = [&](auto* data) {
+    return PastCaches<typename K::X>(data, count * (int64_t)sizeof *data, a.keys, strides);
+  };
+  return a.bias_is_float32 ? of((float*)grad_bias.data) : of((typename K::S*)grad_bias.data);
+}
+
 template <class K>
 void store_bias_tile(const Attention& a, const AttentionGrad& g, int64_t b, int64_t h, int64_t q0,
                      int64_t rows, int64_t k0, int64_t keys, const typename K::T* one,
-                     const typename K::T* tile) {
-  using X = typename K::X;
-  const int64_t at =
-      b * g.grad_bias.batch + h * g.grad_bias.head + q0 * g.grad_bias.query + k0 * g.grad_bias.key;
-  if (a.bias_is_float32)
-    transpose_out<X>(tile, one, rows, keys, (float*)g.grad_bias.data + at, g.grad_bias.query);
-  else
-    transpose_out<X>(tile, one, rows, keys, (typename K::S*)g.grad_bias.data + at,
-                     g.grad_bias.query);
+                     const typename K::T* tile, bool past_caches) {
+  const Pairs& grad = g.grad_bias;
+  const int64_t at = b * grad.batch + h * grad.head + q0 * grad.query + k0 * grad.key;
+  const auto store = [&]<bool kPast>() {
+    if (a.bias_is_float32)
+      transpose_out<typename K::X, kPast>(tile, one, rows, keys, (float*)grad.data + at,
+                                          grad.query);
+    else
+      write_rows<K, kPast>(tile, one, rows, keys, (typename K::S*)grad.data + at, grad.query);
+  };
+  past_caches ? store.template operator()<true>() : store.template operator()<false>();
 }
 
 // to[r][c] += tile[c][64 r]
@@ -129,7 +142,7 @@ void bias_finish(const Attention& a, const AttentionGrad& g, const BiasPlan& pla
   const int64_t head = owner / (plan.key_tiles * plan.query_tiles) % plan.heads;
   const int64_t batch = owner / (plan.key_tiles * plan.query_tiles * plan.heads);
   store_bias_tile<K>(a, g, batch, head, q0, min_of(rows, a.queries - q0), k0,
-                     min_of(kTile, a.keys - k0), one, sums);
+                     min_of(kTile, a.keys - k0), one, sums, false);
 }
 
 }  // namespace

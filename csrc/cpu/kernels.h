@@ -279,9 +279,9 @@ struct TypeKernels {
                              const BiasPlan& plan, int64_t owner, int64_t chunk, void* sums,
                              void* scratch);
   // P of queries [q0, q0 + rows), rows <= 64, of head h of batch entry b, into out [rows, keys],
-  // contiguous rows.
+  // contiguous rows, of all that has `bytes`.
   void (*weights)(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, void* out,
-                  void* scratch);
+                  int64_t bytes, void* scratch);
   // Runs the multiply-add that carries this type `count` times on independent registers; returns
   // the FLOPs.
   double (*multiply_add)(int64_t count);

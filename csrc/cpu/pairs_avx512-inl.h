@@ -116,6 +116,7 @@ struct PairUnits {
   }
   // to[r][c] = factor[r] * from[c][64 r], as transpose_out, for 32 columns at a time, which are
   // pairs before they find their places: half as much to move. How many columns are done.
+  template <bool kPast>
   static int64_t transpose_rows(const float* from, const float* factor, int64_t rows,
                                 int64_t columns, BFloat16* to, int64_t stride) {
     int64_t c = 0;
@@ -141,7 +142,12 @@ struct PairUnits {
         F32x16::transpose(block);
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++)
-          if (i < height) _mm512_storeu_ps((float*)(p + i * stride), block[i]);
+          if (i < height) {
+            if constexpr (kPast)
+              F32x16::stream((float*)(p + i * stride), block[i]);
+            else
+              F32x16::store((float*)(p + i * stride), block[i]);
+          }
       }
     return c;
   }

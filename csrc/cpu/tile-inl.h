@@ -235,14 +235,15 @@ void pack_rows(const typename K::S* from, int64_t stride, int64_t rows, int64_t 
 }
 
 // to[r][c] = factor[r] * from[c][64 r]; factor has 64 numbers.
-template <class K>
+template <class K, bool kPast = false>
 void write_rows(const typename K::T* from, const typename K::T* factor, int64_t rows,
                 int64_t columns, typename K::S* to, int64_t stride) {
   int64_t done = 0;
-  if constexpr (K::kPairs) done = K::Dot::transpose_rows(from, factor, rows, columns, to, stride);
+  if constexpr (K::kPairs)
+    done = K::Dot::template transpose_rows<kPast>(from, factor, rows, columns, to, stride);
   if (done < columns)
-    transpose_out<typename K::X>(from + done * kRow, factor, rows, columns - done, to + done,
-                                 stride);
+    transpose_out<typename K::X, kPast>(from + done * kRow, factor, rows, columns - done, to + done,
+                                        stride);
 }
 
 // K or V as A with t = column, in place or packed. `blocks` of queries read it.

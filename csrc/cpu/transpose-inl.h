@@ -131,8 +131,34 @@ void transpose_in(const From* from, int64_t stride, int64_t rows, int64_t column
   transpose_in<X, false>(from, stride, rows, columns, 1, to);
 }
 
-// to[r][c] = factor[r] * from[c][64 r]
-template <class X, class To>
+// Rows of `columns` numbers, that are written once and whole, go past the caches, as whole lines,
+// where all together (`bytes`) are more than these keep for who reads them: else each line would be
+// read first, and drive out others. `strides`: what rows lie apart, or all of that joined by |.
+template <class X>
+class PastCaches {
+ public:
+  static constexpr int64_t kLeast = int64_t{16} << 20;  // measured, with reading it all afterwards
+
+  PastCaches() = default;
+  template <class To>
+  PastCaches(const To* data, int64_t bytes, int64_t columns, int64_t strides)
+      : on_(bytes >= kLeast &&
+            ((uintptr_t)data | (uintptr_t)((columns | strides) * (int64_t)sizeof(To))) % kLine ==
+                0) {}
+  ~PastCaches() {
+    if constexpr (requires { X::end_streams(); })
+      if (on_) X::end_streams();
+  }
+  PastCaches(const PastCaches&) = delete;
+  PastCaches& operator=(const PastCaches&) = delete;
+  explicit operator bool() const { return on_; }
+
+ private:
+  bool on_ = false;
+};
+
+// to[r][c] = factor[r] * from[c][64 r]. kPast: past the caches, if there is a way.
+template <class X, bool kPast = false, class To>
 void transpose_out(const typename X::T* from, const typename X::T* factor, int64_t rows,
                    int64_t columns, To* to, int64_t stride) {
   constexpr int kLanes = X::kLanes;
@@ -145,7 +171,13 @@ void transpose_out(const typename X::T* from, const typename X::T* factor, int64
         load_columns<X>(from + c * kRow + r, kRow, block);
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; i++)
-          if (i < height) X::store(p + i * stride, X::mul(X::set(factor[r + i]), block[i]));
+          if (i < height) {
+            const typename X::V v = X::mul(X::set(factor[r + i]), block[i]);
+            if constexpr (kPast && requires { X::stream(p, v); })
+              X::stream(p + i * stride, v);
+            else
+              X::store(p + i * stride, v);
+          }
         return;
       }
 #pragma GCC unroll 16

@@ -83,6 +83,9 @@ struct F32x8 {
   static void keep(V& v) { asm("" : "+x"(v)); }
   static V load(const float* p, int64_t n) { return _mm256_maskload_ps(p, first(n)); }
   static void store(float* p, V v) { _mm256_storeu_ps(p, v); }
+  // Past the caches; p lies on a whole vector. PastCaches says when.
+  static void stream(float* p, V v) { _mm256_stream_ps(p, v); }
+  static void end_streams() { _mm_sfence(); }
   static void store(float* p, V v, int64_t n) { _mm256_maskstore_ps(p, first(n), v); }
 
   static V widen_bf16(__m128i x) {
@@ -243,6 +246,8 @@ struct F64x4 {
   static V load(const double* p) { return _mm256_loadu_pd(p); }
   static V load(const double* p, int64_t n) { return _mm256_maskload_pd(p, first(n)); }
   static void store(double* p, V v) { _mm256_storeu_pd(p, v); }
+  static void stream(double* p, V v) { _mm256_stream_pd(p, v); }
+  static void end_streams() { F32x8::end_streams(); }
   static void store(double* p, V v, int64_t n) { _mm256_maskstore_pd(p, first(n), v); }
   static V load(const float* p) { return _mm256_cvtps_pd(_mm_loadu_ps(p)); }
   static V load(const float* p, int64_t n) {

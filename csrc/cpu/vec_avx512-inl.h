@@ -91,6 +91,9 @@ struct F32x16 {
   static V load(const float* p) { return _mm512_loadu_ps(p); }
   static V load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
   static void store(float* p, V v) { _mm512_storeu_ps(p, v); }
+  // Past the caches; p lies on a whole vector. PastCaches says when.
+  static void stream(float* p, V v) { _mm512_stream_ps(p, v); }
+  static void end_streams() { _mm_sfence(); }
   static void store(float* p, V v, int64_t n) { _mm512_mask_storeu_ps(p, first(n), v); }
 
   static V widen_bf16(__m256i x) {
@@ -288,6 +291,8 @@ struct F64x8 {
   static V load(const double* p) { return _mm512_loadu_pd(p); }
   static V load(const double* p, int64_t n) { return _mm512_maskz_loadu_pd(first(n), p); }
   static void store(double* p, V v) { _mm512_storeu_pd(p, v); }
+  static void stream(double* p, V v) { _mm512_stream_pd(p, v); }
+  static void end_streams() { F32x16::end_streams(); }
   static void store(double* p, V v, int64_t n) { _mm512_mask_storeu_pd(p, first(n), v); }
   static V load(const float* p) { return _mm512_cvtps_pd(_mm256_loadu_ps(p)); }
   static V load(const float* p, int64_t n) {

@@ -24,7 +24,7 @@ void row_levels(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t ro
 
 template <class K>
 void weights(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows, void* out_pointer,
-             void* scratch) {
+             int64_t bytes, void* scratch) {
   using T = typename K::T;
   using X = typename K::X;
   [[maybe_unused]] const typename K::Dot::Session session;
@@ -36,6 +36,7 @@ void weights(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
   const int64_t vectors = vectors_of<K>(rows), kv = kv_head(a, h);
   const QueryBlock<K>& q = w.blocks[0];
   typename K::S* out = (typename K::S*)out_pointer;
+  const PastCaches<X> past(out, bytes, a.keys, a.keys);
   for (int64_t r = 0; r < kRow; r++) one[r] = 1;
   if (a.lse) {
     row_levels<K>(a, b, h, q0, rows, high, low);
@@ -71,7 +72,8 @@ void weights(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
       for (int64_t n = 0; n < keys; n++)
         for (int64_t r = 0; r < rows; r++)
           if (empty >> r & 1) w.s[n * kRow + r] = (T)1 / (T)a.keys;
-    transpose_out<X>(w.s, one, rows, keys, out + k0, a.keys);
+    past ? write_rows<K, true>(w.s, one, rows, keys, out + k0, a.keys)
+         : write_rows<K>(w.s, one, rows, keys, out + k0, a.keys);
   }
 }
 

@@ -65,7 +65,8 @@ Tensor attention_weights(const Tensor& query, const Tensor& key, const OptionalT
                   const int64_t row = task / run_count, h = row % head_count;
                   kernels.weights(groups[task / tasks], row / head_count % a.batch,
                                   heads ? (*heads)[h] : h, run.query, run.count,
-                                  to + (row * row_count + run.to) * a.keys * item, scratch);
+                                  to + (row * row_count + run.to) * a.keys * item,
+                                  static_cast<int64_t>(weights.nbytes()), scratch);
                 });
   return weights;
 }
