@@ -56,8 +56,7 @@ struct GradProblem {
   const TypeKernels& kernels;
 };
 
-// The gradients of first order; grad_bias is the tensor that p.grads point into, zero unless
-// writes_whole_bias.
+// The gradients of first order; grad_bias is the tensor that p.grads point into.
 void run_backward(const GradProblem& p, const Tensor& grad_bias);
 
 ops::Forward attention_forward;

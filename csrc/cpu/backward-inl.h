@@ -50,6 +50,10 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const bool write_bias = g.grad_bias.data && !g.adds_bias && bias_is_dense(a, g.grad_bias);
   const PastCaches<X> bias_past =
       write_bias ? bias_past_caches<K>(a, g.grad_bias) : PastCaches<X>();
+  // Of the heads that share a row of sums, the first.
+  const auto begins_bias = [&](int64_t h) {
+    return part.begins_bias && (g.grad_bias.head || h == kv * group);
+  };
   const bool once_of_head = may_meet_once<K>(a);
   const bool uniform = a.uniform_empty_rows && !(once_of_head && !any_empty_row<K>(a, b, kv));
   const int64_t begin = part.first * ranges.size, last = min_of(a.keys, part.last * ranges.size);
@@ -61,7 +65,8 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const NextPart next = next_part(a, g, b, kv, part);
   w.once = once_of_head && !uniform;
   for (int64_t r = 0; r < kRow; r++) w.one[r] = 1;
-  if (K::kPairs && !w.once && !g.grad_bias.data) {
+  w.keeps_ds = g.grad_bias.data && Dot::kRowBlock == 1;
+  if (K::kPairs && !w.once && (w.keeps_ds || !g.grad_bias.data)) {
     w.p_queries = w.p_rows;
     w.ds_queries = w.pair_rows;
     w.ds_keys = w.pairs;
@@ -191,7 +196,8 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
     if constexpr (Dot::kRowBlock > 1 || K::kCut)
       q.w->next = pairs_ahead<K>(a, b, h, then, from, q.w->p);
     else if (more || !last_block)
-      ask_pairs<K>(a, b, h, then, from, ahead);
+      ask_pairs<K>(a, b, h, then, from, ahead,
+                   g.adds_bias && !begins_bias(h) ? g.grad_bias : Pairs{});
   };
   // Whether the keys of a tile hold what is not finite, or its queries.
   const auto is_dirty = [&](GradBlock<K>& q, int64_t at, int64_t keys) {
@@ -213,6 +219,13 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const auto add_left = [&] {
     if (left.rows) add_key_gradients<K>(a, g, left, *left_of);
     left.rows = 0;
+  };
+  const auto keep_bias = [&](const GradBlock<K>& q, int64_t h, int64_t k0, int64_t keys,
+                             const T* ds) {
+    if (write_bias)
+      store_bias_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, w.one, ds, (bool)bias_past);
+    else if (g.adds_bias)
+      add_bias_tile<K>(g, b, h, q.q0, q.rows, k0, keys, w.one, ds, begins_bias(h));
   };
   // A block's gradients of one tile, but for what is left.
   const auto add_tile = [&](GradBlock<K>& q, int64_t h, int64_t k0, int64_t keys) {
@@ -243,10 +256,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
         if (visible == Visibility::kEmpty) return;
         limbs_gradient<K>(a, g, b, h, q.q0, k0, value + at * a.value.row, tile, visible,
                           g.grad_bias.data, w);
-        if (write_bias)
-          store_bias_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, w.one, w.limbs.ds_tile,
-                             (bool)bias_past);
-        if (g.adds_bias) add_bias_tile<K>(g, b, h, q.q0, q.rows, k0, keys, w.limbs.ds_tile);
+        keep_bias(q, h, k0, keys, w.limbs.ds_tile);
         q.first = false;
         w.touched[at / kTile] = true;
         return;
@@ -255,9 +265,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
         gradient_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, rows_from(key_rows, in),
                          rows_from(value_rows, in), of, [&] { return !is_dirty(q, at, keys); });
     if (visible == Visibility::kEmpty) return add_left();
-    if (write_bias)
-      store_bias_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, w.one, of.ds, (bool)bias_past);
-    if (g.adds_bias) add_bias_tile<K>(g, b, h, q.q0, q.rows, k0, keys, of.ds);
+    keep_bias(q, h, k0, keys, of.ds);
 
     q.first = false;
     w.touched[at / kTile] = true;

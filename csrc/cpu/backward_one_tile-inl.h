@@ -190,7 +190,7 @@ void backward_one_tile(const Attention& a, const AttentionGrad& g, Heads heads,
         store_up_to<X>((T*)g.delta + (heads.first + i) * rows + r, X::load(w.shift + lane + r),
                        rows - r);
     if (dense) store_bias_tile<K>(a, g, b, h, 0, rows, 0, keys, w.one, w.ds + lane, false);
-    if (g.adds_bias) add_bias_tile<K>(g, b, h, 0, rows, 0, keys, w.ds + lane);
+    if (g.adds_bias) add_bias_tile<K>(g, b, h, 0, rows, 0, keys, w.one, w.ds + lane, false);
   });
   if (g.grad_value.data) scale_tile<K>((T)a.dropout.keep_scale, keys, vectors, w.p);
   scale_tile<K>((T)a.scale, keys, vectors, w.ds);

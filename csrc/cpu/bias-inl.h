@@ -54,12 +54,16 @@ void add_transposed(const typename X::T* tile, int64_t rows, int64_t columns, ty
 // Where heads share a bias and take turns: grad_bias is in the type of the sums.
 template <class K>
 void add_bias_tile(const AttentionGrad& g, int64_t b, int64_t h, int64_t q0, int64_t rows,
-                   int64_t k0, int64_t keys, const typename K::T* tile) {
-  const Pairs& bias = g.grad_bias;
-  add_transposed<typename K::X>(
-      tile, rows, keys,
-      (typename K::T*)bias.data + b * bias.batch + h * bias.head + q0 * bias.query + k0 * bias.key,
-      bias.query);
+                   int64_t k0, int64_t keys, const typename K::T* one, const typename K::T* tile,
+                   bool begins) {
+  using X = typename K::X;
+  const Pairs& sums = g.grad_bias;
+  typename K::T* const to =
+      (typename K::T*)sums.data + b * sums.batch + h * sums.head + q0 * sums.query + k0 * sums.key;
+  if (begins)
+    transpose_out<X>(tile, one, rows, keys, to, sums.query);
+  else
+    add_transposed<X>(tile, rows, keys, to, sums.query);
 }
 
 // The gradient of a bias that broadcasts over (b, h) or the queries: each of its tiles has one

@@ -223,9 +223,10 @@ class BiasStrips {
   bool known_ = false;
 };
 
-// Asks for a tile of mask and bias, where their keys are neighbours.
+// Asks for a tile of mask and bias, and of `sums` (of their type), where their keys are neighbours.
 template <class K>
-void ask_pairs(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t k0, Ahead& ahead) {
+void ask_pairs(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t k0, Ahead& ahead,
+               const Pairs& sums = {}) {
   const int64_t rows = min_of(kTile, a.queries - q0), keys = min_of(kTile, a.keys - k0);
   const auto ask = [&](const Pairs& pairs, int64_t size) {
     if (!pairs.data || pairs.key != 1 || pairs.query == 0) return;
@@ -234,6 +235,7 @@ void ask_pairs(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t k0,
   };
   ask(a.mask, a.mask.item_size);
   ask(a.bias, a.bias_is_float32 ? 4 : (int64_t)sizeof(typename K::S));
+  ask(sums, (int64_t)sizeof(typename K::T));
 }
 
 // Rows that will be read soon. They are asked for one by one beside something else: all at once,

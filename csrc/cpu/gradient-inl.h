@@ -30,6 +30,7 @@ struct GradScratch {
   // ds: of queries, and dS of keys too. Then `paired` says so.
   Unit *p_queries = nullptr, *ds_queries = nullptr, *ds_keys = nullptr;
   bool paired = false;
+  bool keeps_ds = false;    // in ds too, if a vector unit does the products
   const T* sums = nullptr;  // [head_dim][64 queries] that dS of the tile will be multiplied into
   // What a matrix unit's tiles add while they read S, and the mask and bias that they ask for.
   BiasStrips<K> bias;
@@ -195,6 +196,10 @@ void gradient_lanes(int64_t lane, Range seen, typename K::T keep_scale, GradScra
           K::Dot::store_each(kept[0], kept[1], w.p_queries + to, w.p_queries + to + kNext);
           K::Dot::store_each(grad[0], grad[1], w.ds_queries + to, w.ds_queries + to + kNext);
           K::Dot::store_pairs(grad[0], grad[1], w.ds_keys + n / 2 * kRow + lane + at);
+          if (!kPart && w.keeps_ds) {
+            X::store(ds + at, grad[0]);
+            X::store(ds + kLd + at, grad[1]);
+          }
         }
       } else {
 #pragma GCC unroll 2

@@ -72,7 +72,7 @@ struct HeadPlace {
 // grad_query, grad_key and grad_value, of first order, turn by turn; shares[share][group] says
 // where gradients go.
 void run_heads(const GradProblem& p, const BackwardPlan& plan,
-               const std::vector<Groups<AttentionGrad>>& shares) {
+               const std::vector<Groups<AttentionGrad>>& shares, bool begins_bias) {
   const Attention& a = p.groups[0];
   const int64_t ranges = plan.ranges.count;
   const int64_t batches = ceil_div(a.batch, plan.turns_batch), heads = a.kv_heads / plan.turns_head;
@@ -86,6 +86,7 @@ void run_heads(const GradProblem& p, const BackwardPlan& plan,
   };
   const auto backward = [&](int64_t head, int64_t turn, KeyPart part, void* sums, void* scratch) {
     const HeadPlace place = place_of(head, turn);
+    part.begins_bias = begins_bias && turn == 0;
     if (place.batch < a.batch)
       p.kernels.backward(p.groups[place.group], shares[place.share][place.group], place.batch,
                          place.kv_head, part, sums, scratch);
@@ -146,14 +147,14 @@ void run_heads(const GradProblem& p, const BackwardPlan& plan,
 // delta, unless the calls compute it, and then all heads; those that add to the same sums of
 // grad_bias one after the other.
 void run_first_order(const GradProblem& p, const BackwardPlan& plan,
-                     const std::vector<Groups<AttentionGrad>>& shares) {
+                     const std::vector<Groups<AttentionGrad>>& shares, bool begins_bias) {
   const Attention& a = p.groups[0];
   if (plan.heads == 0) return;
   const bool whole_heads = !plan.apart && plan.together == plan.ranges.count;
   const bool one_tile =
       backward_kernel(a, p.grads[0], p.kernels.limits) == BackwardKernel::kOneTile;
   if (!whole_heads && !one_tile && !p.grads[0].grad_weights.data) run_delta(p);
-  run_heads(p, plan, shares);
+  run_heads(p, plan, shares, begins_bias);
 }
 
 // sums[0] += sums[1], sums[2] ...: [shares, elements].
@@ -255,8 +256,16 @@ void run_bias(const GradProblem& p, const Groups<AttentionGrad>& lse_grads, bool
 }  // namespace
 
 void run_backward(const GradProblem& p, const Tensor& grad_bias) {
-  const BackwardPlan plan = plan_backward(p.groups[0], p.grads[0], p.count);
+  const Attention& a = p.groups[0];
+  const BackwardPlan plan = plan_backward(a, p.grads[0], p.count);
   const int64_t count = plan.bias.count;
+  const bool all_tiles = meets_all_tiles(a);
+  const bool begins_bias =
+      count > 0 && all_tiles &&
+      backward_kernel(a, p.grads[0], p.kernels.limits) == BackwardKernel::kTiled;
+  const bool is_written =
+      plan.bias.apart || begins_bias || (all_tiles && bias_is_dense(a, p.grads[0].grad_bias));
+  if (p.grads[0].grad_bias.data && !is_written) grad_bias.zero_();
   std::vector<Groups<AttentionGrad>> shares(std::max<int64_t>(1, count), p.grads);
   const bool batch_first =
       plan.turns_batch > 1 && !plan.apart && plan_heads(plan, plan.heads).threads > 1;
@@ -267,14 +276,14 @@ void run_backward(const GradProblem& p, const Tensor& grad_bias) {
     }
   Tensor sums;  // of the shares, each of the shape of grad_bias
   if (plan.bias.apart) {
-    const auto type = p.groups[0].dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
+    const auto type = a.dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
     sums = at::empty({count, grad_bias.numel()}, grad_bias.options().dtype(type));
     first_touch(sums);
-    sums.zero_();
+    if (!begins_bias) sums.zero_();
     for (int64_t i = 0; i < count; i++)
       set(shares[i], &AttentionGrad::grad_bias, sums[i].view(grad_bias.sizes()));
   }
-  run_first_order(p, plan, shares);
+  run_first_order(p, plan, shares, begins_bias);
   if (plan.bias.apart) {
     if (sums.scalar_type() == at::kDouble)
       add_shares<double>(sums);
@@ -282,7 +291,7 @@ void run_backward(const GradProblem& p, const Tensor& grad_bias) {
       add_shares<float>(sums);
     grad_bias.copy_(sums[0].view(grad_bias.sizes()));
   }
-  run_bias(p, p.grads, /*added=*/plan.bias.count > 0, p.kernels.backward_scratch_bytes(p.groups[0]),
+  run_bias(p, p.grads, /*added=*/plan.bias.count > 0, p.kernels.backward_scratch_bytes(a),
            [&](int64_t group, const BiasPlan& plan, int64_t owner, int64_t chunk, void* sums,
                void* scratch) {
              p.kernels.bias_share(p.groups[group], p.grads[group], plan, owner, chunk, sums,
@@ -319,10 +328,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   if (output_mask[0]) set(grads, &AttentionGrad::grad_query, grad_query, keep);
   if (output_mask[1]) set(grads, &AttentionGrad::grad_key, grad_key, keep);
   if (output_mask[2]) set(grads, &AttentionGrad::grad_value, grad_value, keep);
-  if (output_mask[3] && bias) {
-    set(grads, &AttentionGrad::grad_bias, grad_bias);
-    if (!writes_whole_bias(groups[0], grads[0].grad_bias)) grad_bias.zero_();
-  }
+  if (output_mask[3] && bias) set(grads, &AttentionGrad::grad_bias, grad_bias);
 
   const GradProblem problem{group_count(query), groups, grads, kernels_for(groups[0])};
   run_backward(problem, grad_bias);

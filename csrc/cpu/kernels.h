@@ -34,10 +34,12 @@ HOST_DEVICE int64_t ranges_together(const Attention& a) {
 }
 // The ranges [first, last) of one key/value head that one call takes. `apart`: their sums stay
 // apart, for add_sums; else they are added to those of the ranges before, and the last call of a
-// head writes grad_query.
+// head writes grad_query. `begins_bias`: of those that add to sums of grad_bias it is the first,
+// and writes them.
 struct KeyPart {
   int64_t first, last;
   bool apart;
+  bool begins_bias = false;
 };
 // Such a call meets each block of queries of its head, and nobody else does: it computes delta,
 // too, unless grad_weights is what backward starts from.
@@ -156,10 +158,9 @@ HOST_DEVICE bool bias_is_dense(const Attention& a, const Pairs& grad_bias) {
          (grad_bias.query || a.queries == 1) && (grad_bias.key || a.keys == 1);
 }
 
-// And whether no tile of it is passed over.
-HOST_DEVICE bool writes_whole_bias(const Attention& a, const Pairs& grad_bias) {
-  return bias_is_dense(a, grad_bias) && !a.mask.data && hides_nothing(a);
-}
+// Whether no tile of pairs is passed over, so that what is written of each need not be cleared
+// before.
+HOST_DEVICE bool meets_all_tiles(const Attention& a) { return !a.mask.data && hides_nothing(a); }
 
 // How the backward of first order adds dS to the gradient of a bias that broadcasts over the batch
 // or the heads: those that share an element take turns. A batch that does may be cut into shares,
@@ -174,7 +175,9 @@ struct BiasShares {
 HOST_DEVICE BiasShares bias_shares(const Attention& a, const Pairs& grad_bias) {
   constexpr int64_t kLeast = 8, kEnough = 64;  // tasks
   constexpr int64_t kTurns = 8;  // that a share is worth, where there are tasks enough
-  constexpr int64_t kMost = (int64_t)1 << 25;  // bytes of the sums
+  // Bytes of the sums; where they are of a wider type than the gradient, which one share cannot
+  // help.
+  constexpr int64_t kMost = (int64_t)1 << 25, kMostOfWider = (int64_t)1 << 28;
   constexpr double kFlopsWorthATask = 1e6;
   BiasShares shares;
   if (!grad_bias.data || bias_is_dense(a, grad_bias) || (!grad_bias.query && a.queries > 1) ||
@@ -191,12 +194,15 @@ HOST_DEVICE BiasShares bias_shares(const Attention& a, const Pairs& grad_bias) {
                        (double)(a.keys * max_of(a.head_dim, a.value_dim));
   const int64_t enough =
       flops < kEnough * kFlopsWorthATask ? (int64_t)(flops / kFlopsWorthATask) : kEnough;
-  const int64_t wanted =
-      max_of(ceil_div(kLeast, tasks), min_of(ceil_div(enough, tasks), batch / kTurns));
+  const int64_t least = ceil_div(kLeast, tasks);
+  const int64_t wanted = max_of(least, min_of(ceil_div(enough, tasks), batch / kTurns));
+  const int64_t most = max_of(kMost, own_type ? 0 : min_of(shares.bytes, kMostOfWider));
+  const int64_t fit = max_of(1, most / max_of(1, shares.bytes));
   shares.batch_turns = max_of(1, batch / wanted);
+  if (ceil_div(batch, shares.batch_turns) > fit) shares.batch_turns = ceil_div(batch, fit);
   shares.count = ceil_div(batch, shares.batch_turns);
   shares.apart = shares.count > 1 || !own_type;
-  if (shares.apart && shares.count * shares.bytes > kMost) return {};
+  if (shares.count < least || (shares.apart && shares.count * shares.bytes > most)) return {};
   return shares;
 }
 

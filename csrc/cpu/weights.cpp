@@ -157,7 +157,6 @@ std::tuple<Tensor, Tensor, Tensor> attention_weights_backward(
                grad_key = empty_grad(key, output_mask[1]);
   const Tensor grad_bias = empty_grad_bias(query, bias, output_mask[2]);
   first_touch(grad_query, grad_key, grad_bias);
-  grad_bias.zero_();
   Groups<AttentionGrad> grads(groups.size());
   set(grads, &AttentionGrad::grad_weights, grad);
   set(grads, &AttentionGrad::delta, delta, keep);
