@@ -175,8 +175,8 @@ struct BiasShares {
 HOST_DEVICE BiasShares bias_shares(const Attention& a, const Pairs& grad_bias) {
   constexpr int64_t kLeast = 8, kEnough = 64;  // tasks
   constexpr int64_t kTurns = 8;  // that a share is worth, where there are tasks enough
-  // Bytes of the sums; where they are of a wider type than the gradient, which one share cannot
-  // help.
+  // Bytes of the sums; the second where their type is wider than the gradient's, so that one share
+  // has some, too.
   constexpr int64_t kMost = (int64_t)1 << 25, kMostOfWider = (int64_t)1 << 28;
   constexpr double kFlopsWorthATask = 1e6;
   BiasShares shares;
