@@ -48,8 +48,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const int64_t ld = padded<K>(a.head_dim), ldv = padded<K>(a.value_dim);
   const int64_t group = a.heads / a.kv_heads, blocks = ceil_div(a.queries, kTile);
   const bool write_bias = g.grad_bias.data && !g.adds_bias && bias_is_dense(a, g.grad_bias);
-  const PastCaches<X> bias_past =
-      write_bias ? bias_past_caches<K>(a, g.grad_bias) : PastCaches<X>();
+  const PastCaches<X> bias_past = bias_past_caches<K>(a, g.grad_bias, write_bias);
   // Of the heads that share a row of sums, the first.
   const auto begins_bias = [&](int64_t h) {
     return part.begins_bias && (g.grad_bias.head || h == kv * group);
@@ -223,7 +222,7 @@ void backward(const Attention& a, const AttentionGrad& g, int64_t b, int64_t kv,
   const auto keep_bias = [&](const GradBlock<K>& q, int64_t h, int64_t k0, int64_t keys,
                              const T* ds) {
     if (write_bias)
-      store_bias_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, w.one, ds, (bool)bias_past);
+      store_bias_tile<K>(a, g, b, h, q.q0, q.rows, k0, keys, w.one, ds, bias_past.on);
     else if (g.adds_bias)
       add_bias_tile<K>(g, b, h, q.q0, q.rows, k0, keys, w.one, ds, begins_bias(h));
   };

@@ -302,8 +302,7 @@ void backward_tangent(const Attention& a, const AttentionGrad& g, const Attentio
   const int64_t d = a.head_dim, dv = a.value_dim, ld = padded<K>(d), ldv = padded<K>(dv);
   const int64_t group = a.heads / a.kv_heads, blocks = ceil_div(a.queries, kTile);
   const bool write_bias = g.grad_bias.data && bias_is_dense(a, g.grad_bias);
-  const PastCaches<X> bias_past =
-      write_bias ? bias_past_caches<K>(a, g.grad_bias) : PastCaches<X>();
+  const PastCaches<X> bias_past = bias_past_caches<K>(a, g.grad_bias, write_bias);
   const bool with_scores = moves_scores(t), moves = with_scores || moves_grads(t);
   for (int64_t r = 0; r < kRow; r++) w.one[r] = 1;
   for (int64_t i = 0; i < length * ld; i++) w.grad_key[i] = 0;
@@ -375,7 +374,7 @@ void backward_tangent(const Attention& a, const AttentionGrad& g, const Attentio
         }
         visible = gradient_tangent_tile<K>(a, g, t, b, h, q0, rows, k0, keys, tile, visible, w);
         if (write_bias)
-          store_bias_tile<K>(a, g, b, h, q0, rows, k0, keys, w.one, w.dst, (bool)bias_past);
+          store_bias_tile<K>(a, g, b, h, q0, rows, k0, keys, w.one, w.dst, bias_past.on);
 
         const bool partial = visible == Visibility::kPartial;
         if (g.grad_value.data) {

@@ -2,13 +2,15 @@
 namespace mha_ext::cpu {
 namespace {
 
-// Whether the gradient of a bias that broadcasts nowhere goes past the caches.
+// Whether the gradient of a bias that broadcasts nowhere, if it is `written`, goes past the caches.
 template <class K>
-PastCaches<typename K::X> bias_past_caches(const Attention& a, const Pairs& grad_bias) {
+PastCaches<typename K::X> bias_past_caches(const Attention& a, const Pairs& grad_bias,
+                                           bool written) {
   const int64_t count = a.batch * a.heads * a.queries * a.keys;
   const int64_t strides = grad_bias.batch | grad_bias.head | grad_bias.query;
   const auto of = [&](auto* data) {
-    return PastCaches<typename K::X>(data, count * (int64_t)sizeof *data, a.keys, strides);
+    const int64_t bytes = written ? count * (int64_t)sizeof *data : 0;
+    return PastCaches<typename K::X>(data, bytes, a.keys, strides);
   };
   return a.bias_is_float32 ? of((float*)grad_bias.data) : of((typename K::S*)grad_bias.data);
 }

@@ -135,26 +135,22 @@ void transpose_in(const From* from, int64_t stride, int64_t rows, int64_t column
 // where all together (`bytes`) are more than these keep for who reads them: else each line would be
 // read first, and drive out others. `strides`: what rows lie apart, or all of that joined by |.
 template <class X>
-class PastCaches {
- public:
+struct PastCaches {
   static constexpr int64_t kLeast = int64_t{16} << 20;  // measured, with reading it all afterwards
 
-  PastCaches() = default;
   template <class To>
   PastCaches(const To* data, int64_t bytes, int64_t columns, int64_t strides)
-      : on_(bytes >= kLeast &&
-            ((uintptr_t)data | (uintptr_t)((columns | strides) * (int64_t)sizeof(To))) % kLine ==
-                0) {}
+      : on(bytes >= kLeast &&
+           ((uintptr_t)data | (uintptr_t)((columns | strides) * (int64_t)sizeof(To))) % kLine ==
+               0) {}
   ~PastCaches() {
     if constexpr (requires { X::end_streams(); })
-      if (on_) X::end_streams();
+      if (on) X::end_streams();
   }
   PastCaches(const PastCaches&) = delete;
   PastCaches& operator=(const PastCaches&) = delete;
-  explicit operator bool() const { return on_; }
 
- private:
-  bool on_ = false;
+  const bool on;
 };
 
 // to[r][c] = factor[r] * from[c][64 r]. kPast: past the caches, if there is a way.

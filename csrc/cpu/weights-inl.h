@@ -72,8 +72,8 @@ void weights(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t rows,
       for (int64_t n = 0; n < keys; n++)
         for (int64_t r = 0; r < rows; r++)
           if (empty >> r & 1) w.s[n * kRow + r] = (T)1 / (T)a.keys;
-    past ? write_rows<K, true>(w.s, one, rows, keys, out + k0, a.keys)
-         : write_rows<K>(w.s, one, rows, keys, out + k0, a.keys);
+    past.on ? write_rows<K, true>(w.s, one, rows, keys, out + k0, a.keys)
+            : write_rows<K>(w.s, one, rows, keys, out + k0, a.keys);
   }
 }
 
