@@ -33,6 +33,7 @@ SHAPES = size(
         (1, 64, 2, 130),
         (4, 16, 2, 200),
         (5, 6, 1, 65),
+        (7, 10, 2, 100),
         (7, 20, 2, 150),
         (12, 8, 2, 128),
         (12, 32, 4, 130),
@@ -107,15 +108,34 @@ def test_results(
     )
 
 
-def test_scores_of_few_queries_are_sums_over_lanes() -> None:
+@pytest.mark.parametrize("heads", (10, 16))
+def test_scores_of_few_queries_are_sums_over_lanes(heads: int) -> None:
     """In the order of a tile the gradient of the values had 1.7 times the error that is allowed."""
     inputs = make(
-        Problem(batch=1, heads=10, kv_heads=1, queries=3, keys=200, head_dim=128, numbers=98)
+        Problem(batch=1, heads=heads, kv_heads=1, queries=3, keys=200, head_dim=128, numbers=98)
     )
     found = every_result(inputs)
     assert_accurate(
         found, exact(inputs), plain_orders(inputs, results), largest_terms(inputs), tuple(found)
     )
+
+
+@pytest.mark.cpu_alone("a GPU has kernels of its own")
+@pytest.mark.parametrize("head_dim", (24, 50, 64, 67, 128, 200))
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] <= 8], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_of_few_queries_are_those_of_a_head_alone(
+    dtype: torch.dtype, shape: tuple[int, int, int, int], head_dim: int
+) -> None:
+    """Where one score is far above all others, lse is that score."""
+    inputs = grouped(dtype, shape, head_dim=head_dim, scale=1e4)
+    _, found = call(mha_ext.attention, inputs)
+    group = shape[1] // shape[2]
+    apart = inputs.replaced(
+        key=inputs.key.repeat_interleave(group, 1), value=inputs.value.repeat_interleave(group, 1)
+    )
+    _, wanted = call(mha_ext.attention, apart)
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("name", ("plain", "mask of heads", "last corner", "all"))
@@ -249,7 +269,8 @@ def test_explain_names_them() -> None:
         found = mha_ext.explain(torch.randn(1, heads, queries, 16), key, key).forward
         return found.kernel, found.tile
 
-    assert kernel(4, 16)[0] == "few queries"
+    assert kernel(4, 14)[0] == "few queries"
+    assert kernel(4, 16) == ("grouped", (32, 64))
     assert kernel(16, 8) == ("grouped", (64, 64))
     assert kernel(100, 8)[0] == "tiled"
     assert kernel(16, 2)[0] == "tiled"  # nothing is shared

@@ -5,8 +5,16 @@
 namespace mha_ext::cpu {
 namespace {
 
-// Rows of Q or dO for their products with K or V: as few_scores takes them, or, where these are
-// summed as those of a tile, as its lanes, in blocks of 64.
+// Whether the products of scores have rows as lanes: where forward takes groups, whose order they
+// have to follow, and of few queries, which have one order, where that is faster.
+template <class K>
+bool backward_in_lanes(const Attention& a) {
+  constexpr bool kFaster = K::X::kRegisters == 32;
+  return takes_groups(a, K::kLimits) && (kFaster || !has_few_queries(a, K::kLimits));
+}
+
+// Rows of Q or dO for their products with K or V: as few_scores takes them, or as lanes, in blocks
+// of 64.
 template <class K>
 struct FewOperand {
   typename K::T* rows;
@@ -14,7 +22,7 @@ struct FewOperand {
   int64_t row, block;  // numbers of a row, units of a block
 
   FewOperand(const Attention& a, int64_t columns, Arena& arena) {
-    const bool in_lanes = takes_groups(a, K::kLimits);
+    const bool in_lanes = backward_in_lanes<K>(a);
     row = few_width<K>(columns);
     block = units_of<K>(columns) * kRow;
     rows = arena.take<typename K::T>(in_lanes ? 0 : few_rows(a) * row);
@@ -37,7 +45,7 @@ struct BackwardFewScratch {
   BackwardFewScratch(const Attention& a, Arena& arena)
       : query(a, a.head_dim, arena), grad_out(a, a.value_dim, arena) {
     const int64_t rows = few_rows(a), d = few_width<K>(a.head_dim), dv = few_width<K>(a.value_dim);
-    const int64_t in_lanes = takes_groups(a, K::kLimits) ? kTile : 0;
+    const int64_t in_lanes = backward_in_lanes<K>(a) ? kTile : 0;
     query_rows = arena.take<S>(rows * a.head_dim);
     grad_out_rows = arena.take<S>(rows * a.value_dim);
     packed =
@@ -152,10 +160,13 @@ class BackwardFew {
     }
     for (int64_t r = 0; in_lanes_ && r < rows_; r += kRow) {
       const int64_t rows = min_of(kRow, rows_ - r), block = r / kRow;
-      pack_lanes<K, !K::kPairs>(w_.query_rows + r * d, d, rows, d,
-                                w_.query.lanes + block * w_.query.block, (T)a_.scale);
-      pack_lanes<K>(w_.grad_out_rows + r * dv, dv, rows, dv,
-                    w_.grad_out.lanes + block * w_.grad_out.block);
+      typename K::Unit *const query = w_.query.lanes + block * w_.query.block,
+                              *const grad_out = w_.grad_out.lanes + block * w_.grad_out.block;
+      pack_lanes<K, !K::kPairs>(w_.query_rows + r * d, d, rows, d, over_lanes_ ? w_.packed : query,
+                                (T)a_.scale);
+      if (over_lanes_) order_lanes<K>(w_.packed, d, query, rows);
+      pack_lanes<K>(w_.grad_out_rows + r * dv, dv, rows, dv, over_lanes_ ? w_.packed : grad_out);
+      if (over_lanes_) order_lanes<K>(w_.packed, dv, grad_out, rows);
     }
     // Rows past the last one, which stand in where the products take four: zeros.
     for (int64_t r = rows_; !in_lanes_ && r < few_rows(a_); r++) {
@@ -211,15 +222,18 @@ class BackwardFew {
                            to + r * kTile, few_ask<K>(r, next, then));
     });
   }
-  // The same in the order of a tile.
+  // The same with rows as lanes.
   void lanes_product(const Operand& from, int64_t keys, int64_t width, const FewOperand<K>& by,
                      T scale, T* to) {
     T one[kRow];
     for (T& x : one) x = 1;
     for (int64_t r = 0; r < rows_; r += kRow) {
       const int64_t rows = min_of(kRow, rows_ - r);
-      score_product<K, K::kPairs>(from, keys, width, by.lanes + r / kRow * by.block, rows, w_.tile,
-                                  &ahead_, scale);
+      const typename K::Unit* const lanes = by.lanes + r / kRow * by.block;
+      if (over_lanes_)
+        sums_over_lanes<K>(from, keys, width, lanes, rows, scale, w_.tile, ahead_);
+      else
+        score_product<K, K::kPairs>(from, keys, width, lanes, rows, w_.tile, &ahead_, scale);
       transpose_out<X>(w_.tile, one, rows, keys, to + r * kTile, kTile);
     }
   }
@@ -319,7 +333,8 @@ class BackwardFew {
   const KeyRanges ranges_ = grad_ranges(a_);
   const int64_t group_ = a_.heads / a_.kv_heads, rows_ = group_ * a_.queries;
   const int64_t ld_ = few_width<K>(a_.head_dim);
-  const bool in_lanes_ = takes_groups(a_, K::kLimits);  // as in forward
+  const bool in_lanes_ = backward_in_lanes<K>(a_);
+  const bool over_lanes_ = in_lanes_ && has_few_queries(a_, K::kLimits);
   Ahead ahead_{longest_asked<K>()};
   const bool write_bias_ = g_.grad_bias.data && !g_.adds_bias && bias_is_dense(a_, g_.grad_bias);
   FewLevels<T> levels_[kFewRows];

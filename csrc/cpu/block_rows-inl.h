@@ -76,12 +76,15 @@ struct HeadRows {
 // What the rows of a group need beside a block's scratch.
 template <class K>
 struct GroupScratch {
-  typename K::S* rows;  // of one block, of Q or of the output
-  typename K::T* bias;  // of a tile, in whatever type it has
+  typename K::S* rows;      // of one block, of Q or of the output
+  typename K::T* bias;      // of a tile, in whatever type it has
+  typename K::Unit* lanes;  // Q before it is in the order of sums over lanes
 
   GroupScratch(const Attention& a, Arena& arena) {
     rows = arena.take<typename K::S>(kTile * max_of(round_up(a.head_dim, 2), a.value_dim));
     bias = arena.take<typename K::T>(a.bias.data ? kTile * kTile : 0);
+    lanes = arena.take<typename K::Unit>(
+        has_few_queries(a, K::kLimits) ? units_of<K>(a.head_dim) * kRow : 0);
   }
 };
 
@@ -145,12 +148,18 @@ class GroupRows {
       __builtin_memcpy(w_.rows + r * ld, row_of<K>(a.query, b, row.head, row.query),
                        (size_t)a.head_dim * sizeof(S));
     }
-    pack_lanes<K, !K::kPairs>(w_.rows, ld, rows, a.head_dim, to, (T)a.scale);
+    typename K::Unit* const lanes = over_lanes_ ? w_.lanes : to;
+    pack_lanes<K, !K::kPairs>(w_.rows, ld, rows, a.head_dim, lanes, (T)a.scale);
+    if (over_lanes_) order_lanes<K>(lanes, a.head_dim, to, rows);
   }
   Visibility scores(int64_t q0, int64_t rows, int64_t k0, int64_t keys,
                     const LaneRows<K>& query_lanes, const Operand& key_rows, Visibility visible,
                     uint64_t* bits, T* s, T* scratch, Ahead* ahead, const Range*, T* top) const {
-    product_scores<K>(a, rows, keys, query_lanes, key_rows, s, ahead, nullptr, top);
+    if (over_lanes_)
+      sums_over_lanes<K>(key_rows, keys, a.head_dim, query_lanes.packed, rows, (T)a.scale, s,
+                         *ahead);
+    else
+      product_scores<K>(a, rows, keys, query_lanes, key_rows, s, ahead, nullptr, top);
     if (!a.bias.data) return visible;
     if (heads_.bias.data)
       return add_bias<K>(heads_, b, 0, first_head() * a.queries + q0, rows, k0, keys, visible, bits,
@@ -220,6 +229,7 @@ class GroupRows {
   const GroupScratch<K>& w_;
   Attention heads_, gathered_;  // with masks and biases of all rows, or with one gathered
   uint64_t repeat_ = 0;         // a bit for each head in a block
+  const bool over_lanes_ = has_few_queries(a, K::kLimits);
 };
 
 }  // namespace

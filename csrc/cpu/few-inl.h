@@ -195,7 +195,8 @@ class FewScan {
       seen = 0;
       for (int64_t r = 0; r < rows; r++) {
         const FewRow row = row_at(head, r);
-        seen |= bits_of(t, head)[r] = row_visibility(a_, b, row.head, row.query, k0, keys);
+        seen |= bits_of(t, head)[r] =
+            sees_all_ ? first_bits(keys) : row_visibility(a_, b, row.head, row.query, k0, keys);
       }
       any |= seen;
     }
@@ -302,6 +303,7 @@ class FewScan {
   const FewPace pace_ = few_pace<K>(a_, task_.rows);
   const int64_t together_ = in_order_ ? keys_in_order(a_, task_) : pace_.keys;
   const int64_t ahead_ = keys_ahead(a_, task_.heads, together_);
+  const bool sees_all_ = meets_all_tiles(a_);
   Range seen_, chunk_;  // chunk_: of the tiles that are read together
 };
 

@@ -66,10 +66,12 @@ uint64_t few_bias(const Attention& a, int64_t b, FewRow row, int64_t k0, int64_t
   return ~hidden;
 }
 
-// Scores to P for one row of a tile, as softmax_tile does for a column.
-template <class K>
-void few_softmax(uint64_t bits, int64_t keys, typename K::T* s, typename K::T* m, typename K::T* l,
-                 typename K::T* out, int64_t value_width) {
+// Scores to P for one row of a tile, as softmax_tile does for a column. kAll: the row sees all of
+// 64 keys.
+template <class K, bool kAll>
+[[gnu::always_inline]] inline void few_softmax_of(uint64_t bits, int64_t keys, typename K::T* s,
+                                                  typename K::T* m, typename K::T* l,
+                                                  typename K::T* out, int64_t value_width) {
   using X = typename K::X;
   using V = typename X::V;
   using T = typename K::T;
@@ -77,8 +79,11 @@ void few_softmax(uint64_t bits, int64_t keys, typename K::T* s, typename K::T* m
   const V lowest = X::set(-(T)INFINITY);
   V tops = lowest;
   for (int64_t n = 0; n < keys; n += kLanes) {
-    const V v = X::select(X::mask(bits >> n), X::load(s + n), lowest);
-    X::store(s + n, v);
+    V v = X::load(s + n);
+    if constexpr (!kAll) {
+      v = X::select(X::mask(bits >> n), v, lowest);
+      X::store(s + n, v);
+    }
     tops = X::max(v, tops);
   }
   const T top = X::largest(tops);
@@ -99,6 +104,15 @@ void few_softmax(uint64_t bits, int64_t keys, typename K::T* s, typename K::T* m
     sum = X::add(sum, p);
   }
   *l += X::sum(sum);
+}
+
+template <class K>
+void few_softmax(uint64_t bits, int64_t keys, typename K::T* s, typename K::T* m, typename K::T* l,
+                 typename K::T* out, int64_t value_width) {
+  if (keys == kTile && bits == ~0ull)
+    few_softmax_of<K, true>(bits, kTile, s, m, l, out, value_width);
+  else
+    few_softmax_of<K, false>(bits, keys, s, m, l, out, value_width);
 }
 
 // Vectors of a row of values, of which `left` columns are left: as few_product adds them up.

@@ -198,6 +198,8 @@ struct MultiplyTiles : PairUnits<16> {
 //
 #include "softmax-inl.h"
 //
+#include "lane_sums-inl.h"
+//
 #include "few_rows-inl.h"
 //
 #include "block_rows-inl.h"

@@ -30,6 +30,8 @@ TARGET_BEGIN("avx2,fma,f16c,bmi,bmi2")
 //
 #include "softmax-inl.h"
 //
+#include "lane_sums-inl.h"
+//
 #include "few_rows-inl.h"
 //
 #include "block_rows-inl.h"

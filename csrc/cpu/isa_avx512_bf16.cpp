@@ -75,6 +75,8 @@ struct MultiplyPairs : PairUnits<1> {
 //
 #include "softmax-inl.h"
 //
+#include "lane_sums-inl.h"
+//
 #include "few_rows-inl.h"
 //
 #include "block_rows-inl.h"

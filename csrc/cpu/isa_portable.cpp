@@ -26,6 +26,8 @@
 //
 #include "softmax-inl.h"
 //
+#include "lane_sums-inl.h"
+//
 #include "few_rows-inl.h"
 //
 #include "block_rows-inl.h"

@@ -84,12 +84,15 @@ HOST_DEVICE int64_t group_rows(const Attention& a) {
   return a.heads / max_of(1, a.kv_heads) * a.queries;
 }
 // Whether forward fills the lanes of its blocks with the queries of all heads that share K and V:
-// where those of one are more than few, whose scores are better summed over lanes, but less than a
-// tile, and together enough.
+// where those of one are less than a tile, and together enough; of few queries, whose scores are
+// sums over lanes, which cost more there, where these leave few lanes empty.
 HOST_DEVICE bool takes_groups(const Attention& a, const KernelLimits& limits) {
-  constexpr int64_t kEnough = 28;
-  return a.heads > a.kv_heads && a.queries <= limits.grouped_queries && a.keys > kTile &&
-         !has_few_queries(a, limits) && group_rows(a) >= kEnough;
+  constexpr int64_t kEnough = 28, kEnoughFew = 32;
+  if (a.heads <= a.kv_heads || a.queries > limits.grouped_queries || a.keys <= kTile) return false;
+  const int64_t rows = group_rows(a);
+  if (!has_few_queries(a, limits)) return rows >= kEnough;
+  const int64_t lanes = ceil_div(rows, limits.lanes) * limits.lanes;
+  return rows >= kEnoughFew && 6 * rows >= 5 * lanes;
 }
 HOST_DEVICE int64_t item_size(const Attention& a) {
   return a.dtype == DType::kFloat64 ? 8 : a.dtype == DType::kFloat32 ? 4 : 2;

@@ -44,7 +44,8 @@ int64_t backward_tangent_scratch_bytes(const Attention& a) {
 
 template <class K>
 int64_t state_bytes(const Attention& a) {
-  return has_few_queries(a, K::kLimits) ? few_state_bytes<K>(a) : block_state_bytes<K>(a);
+  return has_few_queries(a, K::kLimits) && !takes_groups(a, K::kLimits) ? few_state_bytes<K>(a)
+                                                                        : block_state_bytes<K>(a);
 }
 
 template <class X, class Dot, class S>
