@@ -108,11 +108,13 @@ def test_results(
     )
 
 
-@pytest.mark.parametrize("heads", (10, 16))
-def test_scores_of_few_queries_are_sums_over_lanes(heads: int) -> None:
-    """In the order of a tile the gradient of the values had 1.7 times the error that is allowed."""
+@pytest.mark.parametrize(("heads", "numbers"), ((10, 98), (16, 13)))
+def test_scores_of_few_queries_are_sums_over_lanes(heads: int, numbers: int) -> None:
+    """In the order of a tile gradients had up to 1.7 times the error that is allowed."""
     inputs = make(
-        Problem(batch=1, heads=heads, kv_heads=1, queries=3, keys=200, head_dim=128, numbers=98)
+        Problem(
+            batch=1, heads=heads, kv_heads=1, queries=3, keys=200, head_dim=128, numbers=numbers
+        )
     )
     found = every_result(inputs)
     assert_accurate(

@@ -160,13 +160,11 @@ class BackwardFew {
     }
     for (int64_t r = 0; in_lanes_ && r < rows_; r += kRow) {
       const int64_t rows = min_of(kRow, rows_ - r), block = r / kRow;
-      typename K::Unit *const query = w_.query.lanes + block * w_.query.block,
-                              *const grad_out = w_.grad_out.lanes + block * w_.grad_out.block;
-      pack_lanes<K, !K::kPairs>(w_.query_rows + r * d, d, rows, d, over_lanes_ ? w_.packed : query,
-                                (T)a_.scale);
-      if (over_lanes_) order_lanes<K>(w_.packed, d, query, rows);
-      pack_lanes<K>(w_.grad_out_rows + r * dv, dv, rows, dv, over_lanes_ ? w_.packed : grad_out);
-      if (over_lanes_) order_lanes<K>(w_.packed, dv, grad_out, rows);
+      typename K::Unit* const room = over_lanes_ ? w_.packed : nullptr;
+      pack_score_lanes<K, !K::kPairs>(w_.query_rows + r * d, d, rows, d, room,
+                                      w_.query.lanes + block * w_.query.block, (T)a_.scale);
+      pack_score_lanes<K>(w_.grad_out_rows + r * dv, dv, rows, dv, room,
+                          w_.grad_out.lanes + block * w_.grad_out.block);
     }
     // Rows past the last one, which stand in where the products take four: zeros.
     for (int64_t r = rows_; !in_lanes_ && r < few_rows(a_); r++) {

@@ -148,9 +148,8 @@ class GroupRows {
       __builtin_memcpy(w_.rows + r * ld, row_of<K>(a.query, b, row.head, row.query),
                        (size_t)a.head_dim * sizeof(S));
     }
-    typename K::Unit* const lanes = over_lanes_ ? w_.lanes : to;
-    pack_lanes<K, !K::kPairs>(w_.rows, ld, rows, a.head_dim, lanes, (T)a.scale);
-    if (over_lanes_) order_lanes<K>(lanes, a.head_dim, to, rows);
+    pack_score_lanes<K, !K::kPairs>(w_.rows, ld, rows, a.head_dim, over_lanes_ ? w_.lanes : nullptr,
+                                    to, (T)a.scale);
   }
   Visibility scores(int64_t q0, int64_t rows, int64_t k0, int64_t keys,
                     const LaneRows<K>& query_lanes, const Operand& key_rows, Visibility visible,

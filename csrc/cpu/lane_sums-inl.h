@@ -25,6 +25,15 @@ void order_lanes(const typename K::Unit* from, int64_t columns, typename K::Unit
   }
 }
 
+// Rows as the lanes of a product of scores; of few queries by way of `room`, in the order in which
+// sums_over_lanes takes them.
+template <class K, bool kScale = false>
+void pack_score_lanes(const typename K::S* from, int64_t stride, int64_t rows, int64_t columns,
+                      typename K::Unit* room, typename K::Unit* to, typename K::T factor = 1) {
+  pack_lanes<K, kScale>(from, stride, rows, columns, room ? room : to, factor);
+  if (room) order_lanes<K>(room, columns, to, rows);
+}
+
 // The sums of MR keys and NV vectors of rows, `ld` units from one unit of the rows to the next.
 template <class K, int MR, int NV>
 class LaneSums {
