@@ -213,11 +213,12 @@ class BackwardFew {
           rows_operand<K>(from, t.row, keys, width, w_.packed, ceil_div(rows_, kRow)), keys, width,
           by, scale, to);
     }
+    const bool beside = asks_beside<K>(rows_);
     NextRows next((const char*)then, other.row * kItem, other_width * kItem, then ? count : 0,
                   few_blocks<K>(rows_, keys));
     by_rows<K>(rows_, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
       few_scores<K, kRows>(from, t.row, keys, width, by.rows + r * by.row, by.row, scale,
-                           to + r * kTile, few_ask<K>(r, next, then));
+                           to + r * kTile, few_ask<K>(beside, r, next, then));
     });
   }
   // The same with rows as lanes.

@@ -101,13 +101,12 @@ template <class K>
 class FewScan {
   using T = typename K::T;
   using X = typename K::X;
-  static constexpr bool kBeside = X::kAskedBeside > 0;
 
  public:
   FewScan(const Attention& a, const FewTask& task, const FewStates<K>& states, FewScratch<K>& w)
       : a_(a), task_(task), states_(states), w_(w) {}
 
-  void run(Range range) {
+  [[gnu::noinline]] void run(Range range) {
     seen_ = {a_.keys, 0};
     for (int64_t r = 0; r < task_.rows; r++) {
       const Range band = band_keys(a_, task_.batch, row_at(0, r).query);
@@ -182,8 +181,8 @@ class FewScan {
       if constexpr (kRows == 1 || K::kRowsInOrder > 1)
         if (in_order_)
           return read.template operator()<kRows, true>(r, few_ask_in_order<K>(r, after, width));
-      read.template operator()<kRows, false>(r,
-                                             pace_.asks ? few_ask<K>(r, next, after) : FewAsk<K>{});
+      read.template operator()<kRows, false>(
+          r, pace_.asks ? few_ask<K>(beside_, r, next, after) : FewAsk<K>{});
     });
   }
 
@@ -204,7 +203,7 @@ class FewScan {
     for (int64_t n = 0; n < keys; n += together_) {
       const int64_t some = min_of(together_, keys - n), then = n + ahead_;
       NextRows next;
-      if (!in_order_ && !kBeside && pace_.asks) {
+      if (!in_order_ && !beside_ && pace_.asks) {
         const int64_t units = task_.heads * few_blocks<K>(rows, some);
         next = then < keys ? rows_ahead(a_.key, a_.head_dim, k0 + then, k0 + keys, units)
                            : rows_ahead(a_.value, a_.value_dim, k0 + then - keys, k0 + keys, units);
@@ -269,7 +268,7 @@ class FewScan {
     for (int64_t n = 0; n < keys; n += together_) {
       const int64_t some = min_of(together_, keys - n), then = n + ahead_;
       NextRows next;
-      if (!in_order_ && !kBeside && pace_.asks) {
+      if (!in_order_ && !beside_ && pace_.asks) {
         const int64_t units = task_.heads * some * groups_;
         next = then < keys
                    ? rows_ahead(a_.value, a_.value_dim, k0 + then, k0 + keys, units)
@@ -303,7 +302,7 @@ class FewScan {
   const FewPace pace_ = few_pace<K>(a_, task_.rows);
   const int64_t together_ = in_order_ ? keys_in_order(a_, task_) : pace_.keys;
   const int64_t ahead_ = keys_ahead(a_, task_.heads, together_);
-  const bool sees_all_ = meets_all_tiles(a_);
+  const bool sees_all_ = meets_all_tiles(a_), beside_ = asks_beside<K>(task_.rows);
   Range seen_, chunk_;  // chunk_: of the tiles that are read together
 };
 

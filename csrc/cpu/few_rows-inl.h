@@ -192,7 +192,7 @@ void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64
         const typename K::S* const beside = ask.beside(value, stride, keys, k);
 #pragma GCC unroll 8
         for (int64_t i = 0; i < kVectors * K::kLanes; i += kLineItems<K>)
-          __builtin_prefetch(beside + i, 0, 3);
+          __builtin_prefetch(beside + i, 0, X::kAskedInto);
       }
     }
     typename X::V v[kVectors];
@@ -217,8 +217,9 @@ void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64
 }
 
 template <class K, int kRows, bool kInOrder = false>
-void few_values(const typename K::S* value, int64_t stride, int64_t keys, int64_t width,
-                const typename K::T* s, typename K::T* out, int64_t ld, FewAsk<K> ask = {}) {
+[[gnu::noinline]] void few_values(const typename K::S* value, int64_t stride, int64_t keys,
+                                  int64_t width, const typename K::T* s, typename K::T* out,
+                                  int64_t ld, FewAsk<K> ask = {}) {
   constexpr int kMost = few_vectors<K>(kRows);
   constexpr bool kBeside = kAsksBeside<typename K::X, kInOrder>;
   typename K::Unit room[kRows * kFewUnits<K>];
@@ -231,14 +232,15 @@ void few_values(const typename K::S* value, int64_t stride, int64_t keys, int64_
                                              ld, ask);
     };
     for (; width - d > kWidth - kFewVectors<K> * K::kLanes; d += kWidth) {
-      if (kBeside && ask.then) {
+      const bool begins_line = kWidth >= kLineItems<K> || d % kLineItems<K> == 0;
+      if (kBeside && ask.then && begins_line) {
         add.template operator()<Asks::kBeside>();
-        ask.then += kWidth;
       } else if (ask.next) {
         add.template operator()<Asks::kNext>();
       } else {
         add.template operator()<Asks::kNothing>();
       }
+      if (kBeside && ask.then) ask.then += kWidth;
     }
   };
   columns.template operator()<kMost>();

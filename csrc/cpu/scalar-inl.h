@@ -119,10 +119,13 @@ void add_log(T m, T l, T* high, T* low) {
 // the exponent when k is shifted to its place; power_magic makes k the low bits of a sum.
 // power_coefficient is for (2^r - 1) / r and minimises the relative error of 2^r (5.4e-8 for float,
 // 9e-18 for double). Below power_lowest, where the result would be subnormal, it is 0.
+// Where one register is looked up, the same with 8 numbers (double: with 2, for each half of a
+// register): short_coefficient, 2.7e-8 and 2.5e-17. From short_lowest down it is exactly 0, and
+// where the result would be subnormal, between 0 and e^x.
 // Where an instruction multiplies by 2^floor(y), e^x = 2^floor(y) 2^f, y = x log2 e, f from 0 to 1.
 // scale_coefficient is for (2^f - 1) / f and minimises the relative error of 2^f (8.3e-8); y is
 // rounded, which adds |x| 2^-24 at most.
-enum class Exponential { kPolynomial, kTable, kScale };
+enum class Exponential { kPolynomial, kShortTable, kTable, kScale };
 template <class T>
 struct Exp;
 template <>
@@ -145,6 +148,12 @@ struct Exp<float> {
       0x3f75583f, 0x3f7523f6, 0x3f7504f3, 0x3f74fbaf, 0x3f7508a4, 0x3f752c4d, 0x3f75672a,
       0x3f75b9be, 0x3f76248c, 0x3f76a81e, 0x3f7744fd, 0x3f77fbb8, 0x3f78ccdf, 0x3f79b907,
       0x3f7ac0c7, 0x3f7be4ba, 0x3f7d257d, 0x3f7e83b3};
+  static constexpr float short_magic = 1572864.0f, short_lowest = -88.0297f;
+  static constexpr int short_degree = 3;
+  static constexpr float short_coefficient[] = {0.69314724f, 0.24025764f, 0.055496223f};
+  alignas(32) static constexpr uint32_t short_power[] = {0x3f800000, 0x3f7b95c2, 0x3f7837f0,
+                                                         0x3f75fed7, 0x3f7504f3, 0x3f75672a,
+                                                         0x3f7744fd, 0x3f7ac0c7};
 };
 template <>
 struct Exp<double> {
@@ -192,6 +201,14 @@ struct Exp<double> {
                                     1.7562521603732995,
                                     1.8340080864093424,
                                     1.9152065613971474};
+  static constexpr double short_magic = 3377699720527872.0, short_lowest = -709.0895657128241;
+  static constexpr int short_degree = 9;
+  static constexpr double short_coefficient[] = {
+      0.693147180559945250353,     0.240226506959093249385,      0.055504108664835692799,
+      0.00961812910879161970401,   0.00133335581382557969702,    0.000154035247623844917819,
+      0.0000152527498668248289784, 0.00000132262248707732996703, 1.01706252472715911399e-7};
+  alignas(32) static constexpr uint64_t short_power[] = {0x3ff0000000000000, 0x3feea09e667f3bcd,
+                                                         0x3ff0000000000000, 0x3feea09e667f3bcd};
 };
 
 }  // namespace

@@ -110,10 +110,20 @@ class NextRows {
 };
 
 // Beside each row of few queries' K or V, the one X::kAskedBeside rows on is asked for, into the
-// nearest cache; 0: NextRows asks. And what is X::kAskedInOrder bytes on, where a head is read in
-// the order of memory; 0: nobody does.
+// cache X::kAskedInto (as __builtin_prefetch numbers them); 0: NextRows asks. And what is
+// X::kAskedInOrder bytes on, where a head is read in the order of memory; 0: nobody does.
 template <class X, bool kInOrder>
 constexpr bool kAsksBeside = (kInOrder ? X::kAskedInOrder : X::kAskedBeside) > 0;
+// Whether that is so for `rows` rows. NextRows is better for a row that is little work for each of
+// its lines (X::kLightRows: that is one row), where the order of memory matters more.
+template <class K>
+bool asks_beside(int64_t rows) {
+  constexpr int64_t kItem = sizeof(typename K::S);
+  if constexpr (requires { K::X::kLightRows; })
+    return rows > kItem / 4 * K::X::kLightRows;
+  else
+    return K::X::kAskedBeside > 0;
+}
 // What few_scores and few_values ask for while they read rows: nothing, or what NextRows has, or
 // the rows `on` further; `then` are those that follow the last one.
 template <class K>
@@ -130,11 +140,10 @@ struct FewAsk {
 };
 // All of by_rows ask NextRows; for what lies beside, only the first.
 template <class K>
-FewAsk<K> few_ask(int64_t r, NextRows& next, const typename K::S* then) {
-  constexpr int64_t kOn = K::X::kAskedBeside;
-  if (kOn == 0) return {&next};
+FewAsk<K> few_ask(bool beside, int64_t r, NextRows& next, const typename K::S* then) {
+  if (!beside) return {&next};
   if (r) return {};
-  return {nullptr, then, kOn};
+  return {nullptr, then, K::X::kAskedBeside};
 }
 // The same for rows of `width` numbers in the order of memory, no more than a tile on.
 template <class K>
@@ -190,7 +199,7 @@ void few_scores_block(const typename K::S* key, int64_t stride, int64_t keys, in
       for (int i = first; i < last; i++) {
         const typename K::S* from = (kWhole ? p[i / 4 * 4] + i % 4 * stride : p[i]) + at;
         if (kBeside && part == 0 && (kColumns >= kLineItems<K> || d % kLineItems<K> == 0))
-          __builtin_prefetch(from + beside, 0, 3);
+          __builtin_prefetch(from + beside, 0, X::kAskedInto);
         if constexpr (K::kPairs) {
           const auto v = K::Dot::load_row(from, kFull ? kColumns : columns - d);
 #pragma GCC unroll 4

@@ -138,6 +138,10 @@ template <class X, int N>
   using V = typename X::V;
   using E = Exp<typename X::T>;
   const V log2e = X::set(E::log2e);
+  [[maybe_unused]] const auto each = [&](const auto& step) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) step(i);
+  };
   if constexpr (X::kExponential == Exponential::kScale) {
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) x[i] = power_of_two<X>(X::mul(x[i], log2e), x[i], E::power_lowest);
@@ -153,11 +157,21 @@ template <class X, int N>
       const V power = X::power(u);
       x[i] = X::from(E::power_lowest, x[i], X::fma(power, X::mul(p, r), power), n);
     }
+  } else if constexpr (X::kExponential == Exponential::kShortTable) {
+    const V magic = X::set(E::short_magic);
+    V u[N], n[N], p[N], power[N];
+    each([&](int i) { x[i] = X::max(X::set(E::short_lowest), x[i]); });  // NaN stays NaN
+    each([&](int i) { u[i] = X::fma(x[i], log2e, magic); });
+    each([&](int i) { n[i] = X::sub(u[i], magic); });
+    each([&](int i) { x[i] = X::fms(x[i], log2e, n[i]); });
+    each([&](int i) { power[i] = X::power(u[i]); });
+    each([&](int i) { p[i] = X::set(E::short_coefficient[E::short_degree - 1]); });
+#pragma GCC unroll 12
+    for (int k = E::short_degree - 2; k >= 0; k--)
+      each([&](int i) { p[i] = X::fma(p[i], x[i], X::set(E::short_coefficient[k])); });
+    each([&](int i) { x[i] = X::mul(power[i], x[i]); });
+    each([&](int i) { x[i] = X::fma(p[i], x[i], power[i]); });
   } else {
-    const auto each = [&](const auto& step) __attribute__((always_inline)) {
-#pragma GCC unroll 4
-      for (int i = 0; i < N; i++) step(i);
-    };
     const V magic = X::set(E::magic);
     V n[N], p[N];
     each([&](int i) { x[i] = X::max(X::set(E::lowest), x[i]); });  // NaN stays NaN
@@ -283,11 +297,13 @@ struct VectorRows {
   const typename K::Unit* data;
   int64_t ld;
 };
-// How far packed ones are apart: of rows of whole KB, a panel's pieces would share a fourth of the
-// sets of a cache, or fewer, if these were not a line longer.
+// How far packed ones are apart: of rows of whole KB (of panels of two vectors, whole 256 bytes), a
+// panel's pieces would share a fourth of the sets of a cache, or fewer, if these were not a line
+// longer.
 template <class K>
 int64_t vectors_width(int64_t columns) {
-  constexpr int64_t kItem = sizeof(typename K::Unit), kLong = 1024;
+  constexpr int64_t kItem = sizeof(typename K::Unit);
+  constexpr int64_t kLong = K::X::kRegisters == 32 ? 1024 : 256;
   const int64_t ld = padded<K>(columns);
   return !K::kPairs && ld > 0 && ld * kItem % kLong == 0 ? ld + kLine / kItem : ld;
 }

@@ -53,7 +53,9 @@ struct F32x8 {
   using M = __m256;
   using U = U32x8;
   static constexpr int kLanes = 8, kRegisters = 16;
-  static constexpr int64_t kAskedBeside = 0, kAskedInOrder = 0, kRowsInOrder = 1;
+  static constexpr int64_t kAskedBeside = 32, kAskedInOrder = 0, kRowsInOrder = 1;
+  static constexpr int64_t kLightRows = 1;
+  static constexpr int kAskedInto = 2;
 
   static V zero() { return _mm256_setzero_ps(); }
   static V set(float x) { return _mm256_set1_ps(x); }
@@ -72,9 +74,13 @@ struct F32x8 {
   }
   static uint64_t bits(M m) { return (uint64_t)_mm256_movemask_ps(m); }
   static V select(M m, V a, V b) { return _mm256_blendv_ps(b, a, m); }
-  static constexpr Exponential kExponential = Exponential::kPolynomial;
-  static V power_of_two(V magic) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(magic), 23));
+  static constexpr Exponential kExponential = Exponential::kShortTable;
+  static V fms(V a, V b, V c) { return _mm256_fmsub_ps(a, b, c); }  // a b - c
+  // 2^(k / 8) for the k in the low bits of u.
+  static V power(V u) {
+    const __m256i k = _mm256_castps_si256(u), table = *(const __m256i*)Exp<T>::short_power;
+    const __m256i rest = _mm256_permutevar8x32_epi32(table, k);
+    return _mm256_castsi256_ps(_mm256_add_epi32(rest, _mm256_slli_epi32(k, 20)));
   }
   static __m256i first(int64_t n) { return _mm256_castps_si256(mask((1ull << n) - 1)); }
   static V load(const float* p) { return _mm256_loadu_ps(p); }
@@ -219,7 +225,9 @@ struct F64x4 {
   using M = __m256d;
   using U = U32x8;
   static constexpr int kLanes = 4, kRegisters = 16;
-  static constexpr int64_t kAskedBeside = 0, kAskedInOrder = 0, kRowsInOrder = 1;
+  static constexpr int64_t kAskedBeside = 32, kAskedInOrder = 0, kRowsInOrder = 1;
+  static constexpr int64_t kLightRows = 1;
+  static constexpr int kAskedInto = 2;
 
   static V zero() { return _mm256_setzero_pd(); }
   static V set(double x) { return _mm256_set1_pd(x); }
@@ -238,9 +246,14 @@ struct F64x4 {
   }
   static uint64_t bits(M m) { return (uint64_t)_mm256_movemask_pd(m); }
   static V select(M m, V a, V b) { return _mm256_blendv_pd(b, a, m); }
-  static constexpr Exponential kExponential = Exponential::kPolynomial;
-  static V power_of_two(V magic) {
-    return _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(magic), 52));
+  static constexpr Exponential kExponential = Exponential::kShortTable;
+  static V fms(V a, V b, V c) { return _mm256_fmsub_pd(a, b, c); }  // a b - c
+  // 2^(k / 2) for the k in the low bits of u; the second lowest bit of a number looks up.
+  static V power(V u) {
+    const __m256i k = _mm256_castpd_si256(u), table = *(const __m256i*)Exp<T>::short_power;
+    const V rest = _mm256_permutevar_pd(_mm256_castsi256_pd(table), _mm256_add_epi64(k, k));
+    return _mm256_castsi256_pd(
+        _mm256_add_epi64(_mm256_castpd_si256(rest), _mm256_slli_epi64(k, 51)));
   }
   static __m256i first(int64_t n) { return _mm256_castpd_si256(mask((1ull << n) - 1)); }
   static V load(const double* p) { return _mm256_loadu_pd(p); }

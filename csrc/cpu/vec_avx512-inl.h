@@ -56,6 +56,7 @@ struct F32x16 {
   static constexpr int64_t kInPlaceBlocks = 8;  // measured on Zen 4: all of a call of forward
   static constexpr bool kHalfQueries = true;    // there half a vector is half the work
   static constexpr int64_t kAskedBeside = 0, kAskedInOrder = 8192, kRowsInOrder = 8;
+  static constexpr int kAskedInto = 3;
   static int64_t in_place_tiles() { return whole_vectors() ? 3 : kInPlaceBlocks; }
 
   static V zero() { return _mm512_setzero_ps(); }
@@ -257,6 +258,7 @@ struct F64x8 {
   static constexpr bool kHalfQueries = F32x16::kHalfQueries;
   static constexpr int64_t kAskedBeside = F32x16::kAskedBeside;
   static constexpr int64_t kAskedInOrder = F32x16::kAskedInOrder;
+  static constexpr int kAskedInto = F32x16::kAskedInto;
   static constexpr int64_t kRowsInOrder = F32x16::kRowsInOrder;
   static int64_t in_place_tiles() { return F32x16::in_place_tiles(); }
 

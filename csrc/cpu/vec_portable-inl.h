@@ -38,6 +38,7 @@ struct Portable {
   using Half = Portable;
   static constexpr int kLanes = N, kRegisters = 16;
   static constexpr int64_t kAskedBeside = 0, kAskedInOrder = 0, kRowsInOrder = 1;
+  static constexpr int kAskedInto = 3;
 
   static V zero() { return V{}; }
   static V set(T x) { return x - V{}; }
