@@ -662,3 +662,26 @@ def test_every_exponential(dtype: torch.dtype, queries: int) -> None:
         error = numpy.abs(out.numpy().astype(numpy.longdouble) / wanted - 1)
         allowed = (6 - x.numpy()) * torch.finfo(dtype).eps
         assert (error <= allowed).all()
+
+
+@pytest.mark.cpu_alone("other kernels may give e^x where it is subnormal")
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("queries", [4, 4096])
+def test_exponentials_end_in_zero(dtype: torch.dtype, queries: int) -> None:
+    """Two keys with scores 0 and x: where e^x is subnormal, P is at most that, and then exactly 0."""
+    smallest = float(numpy.log(torch.finfo(dtype).tiny))
+    x = torch.linspace(smallest - 4, smallest + 1, 4094, dtype=dtype)
+    x = torch.cat([x, torch.tensor([-1e30, -torch.inf], dtype=dtype)])
+    bias = torch.stack([torch.zeros_like(x), x], 1).reshape(-1, 1, queries, 2)
+    query = torch.zeros(len(bias), 1, queries, 1, dtype=dtype)
+    key = torch.zeros(len(bias), 1, 2, 1, dtype=dtype)
+    value = torch.tensor([0.0, 1.0], dtype=dtype).reshape(2, 1).expand(len(bias), 1, 2, 1)
+    out = mha_ext.attention(query, key, value, bias=bias).flatten()
+    wanted = numpy.exp(x.numpy().astype(numpy.longdouble))
+    error = out.numpy().astype(numpy.longdouble) - wanted
+    allowed = 1000 * torch.finfo(dtype).eps * wanted
+    normal = (x > smallest + 0.01).numpy()
+    assert (error[normal] >= -allowed[normal]).all()
+    assert (out >= 0).all() and (error[:-2] <= allowed[:-2]).all()
+    assert (out[x < smallest - 1] == 0).all()
