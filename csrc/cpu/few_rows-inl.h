@@ -217,11 +217,10 @@ void few_product(const typename K::S* value, int64_t stride, int64_t keys, int64
 }
 
 template <class K, int kRows, bool kInOrder = false>
-[[gnu::noinline]] void few_values(const typename K::S* value, int64_t stride, int64_t keys,
-                                  int64_t width, const typename K::T* s, typename K::T* out,
-                                  int64_t ld, FewAsk<K> ask = {}) {
+void few_values(const typename K::S* value, int64_t stride, int64_t keys, int64_t width,
+                const typename K::T* s, typename K::T* out, int64_t ld, FewAsk<K> ask = {}) {
   constexpr int kMost = few_vectors<K>(kRows);
-  constexpr bool kBeside = kAsksBeside<typename K::X, kInOrder>;
+  constexpr bool kBeside = kAsksBeside<K, kRows, kInOrder>;
   typename K::Unit room[kRows * kFewUnits<K>];
   const typename K::Unit* const weights = few_weights<K, kRows>(s, keys, room);
   int64_t d = 0;

@@ -112,18 +112,19 @@ class NextRows {
 // Beside each row of few queries' K or V, the one X::kAskedBeside rows on is asked for, into the
 // cache X::kAskedInto (as __builtin_prefetch numbers them); 0: NextRows asks. And what is
 // X::kAskedInOrder bytes on, where a head is read in the order of memory; 0: nobody does.
-template <class X, bool kInOrder>
-constexpr bool kAsksBeside = (kInOrder ? X::kAskedInOrder : X::kAskedBeside) > 0;
-// Whether that is so for `rows` rows. NextRows is better for a row that is little work for each of
-// its lines (X::kLightRows: that is one row), where the order of memory matters more.
+// Of `rows` rows: on some processors NextRows is better for a row that is little work for each of
+// its lines (X::kLightRows: one of four bytes a number), where the order of memory matters more,
+// and for rows that are widened, from three on, where the arithmetic takes longer than the memory.
 template <class K>
-bool asks_beside(int64_t rows) {
+constexpr bool asks_beside(int64_t rows) {
   constexpr int64_t kItem = sizeof(typename K::S);
   if constexpr (requires { K::X::kLightRows; })
-    return rows > kItem / 4 * K::X::kLightRows;
+    return rows > kItem / 4 * K::X::kLightRows && (K::kInPlace || rows < 3);
   else
     return K::X::kAskedBeside > 0;
 }
+template <class K, int kRows, bool kInOrder>
+constexpr bool kAsksBeside = kInOrder ? K::X::kAskedInOrder > 0 : asks_beside<K>(kRows);
 // What few_scores and few_values ask for while they read rows: nothing, or what NextRows has, or
 // the rows `on` further; `then` are those that follow the last one.
 template <class K>
@@ -246,7 +247,7 @@ void few_scores(const typename K::S* key, int64_t stride, int64_t keys, int64_t 
                 const typename K::T* query, int64_t ld, typename K::T scale, typename K::T* s,
                 const FewAsk<K>& ask = {}) {
   constexpr int kKeys = K::kLanes / kRows;
-  constexpr bool kBeside = kAsksBeside<typename K::X, kInOrder>, kOneByOne = kInOrder && kRows == 1;
+  constexpr bool kBeside = kAsksBeside<K, kRows, kInOrder>, kOneByOne = kInOrder && kRows == 1;
   int64_t n = 0;
   for (; n + kKeys <= keys; n += kKeys) {
     const typename K::S* const from = key + n * stride;
