@@ -644,6 +644,15 @@ def test_a_uniform_row_passes_on_what_is_not_finite(queries: int) -> None:
     assert (grad_value[0, 0, 65, :3] == torch.tensor(1 / 70)).all()
 
 
+def second_weight(x: Tensor, queries: int) -> Tensor:
+    """P of the second of two keys with scores 0 and x, for each x; `queries` of them share a head."""
+    bias = torch.stack([torch.zeros_like(x), x], 1).reshape(-1, 1, queries, 2)
+    query = torch.zeros(len(bias), 1, queries, 1, dtype=x.dtype)
+    key = torch.zeros(len(bias), 1, 2, 1, dtype=x.dtype)
+    value = torch.tensor([0.0, 1.0], dtype=x.dtype).reshape(2, 1).expand(len(bias), 1, 2, 1)
+    return mha_ext.attention(query, key, value, bias=bias).flatten()
+
+
 @pytest.mark.isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("queries", [4, 4096])
@@ -652,11 +661,7 @@ def test_every_exponential(dtype: torch.dtype, queries: int) -> None:
     lowest = -80.0 if dtype == torch.float32 else -700.0
     for start in (lowest, -20.0, -1.0, -1e-3):
         x = torch.linspace(start, 0, 4096, dtype=dtype)
-        bias = torch.stack([torch.zeros_like(x), x], 1).reshape(-1, 1, queries, 2)
-        query = torch.zeros(len(bias), 1, queries, 1, dtype=dtype)
-        key = torch.zeros(len(bias), 1, 2, 1, dtype=dtype)
-        value = torch.tensor([0.0, 1.0], dtype=dtype).reshape(2, 1).expand(len(bias), 1, 2, 1)
-        out = mha_ext.attention(query, key, value, bias=bias).flatten()
+        out = second_weight(x, queries)
         wanted = numpy.exp(x.numpy().astype(numpy.longdouble))
         wanted /= 1 + wanted
         error = numpy.abs(out.numpy().astype(numpy.longdouble) / wanted - 1)
@@ -673,11 +678,7 @@ def test_exponentials_end_in_zero(dtype: torch.dtype, queries: int) -> None:
     smallest = float(numpy.log(torch.finfo(dtype).tiny))
     x = torch.linspace(smallest - 4, smallest + 1, 4094, dtype=dtype)
     x = torch.cat([x, torch.tensor([-1e30, -torch.inf], dtype=dtype)])
-    bias = torch.stack([torch.zeros_like(x), x], 1).reshape(-1, 1, queries, 2)
-    query = torch.zeros(len(bias), 1, queries, 1, dtype=dtype)
-    key = torch.zeros(len(bias), 1, 2, 1, dtype=dtype)
-    value = torch.tensor([0.0, 1.0], dtype=dtype).reshape(2, 1).expand(len(bias), 1, 2, 1)
-    out = mha_ext.attention(query, key, value, bias=bias).flatten()
+    out = second_weight(x, queries)
     wanted = numpy.exp(x.numpy().astype(numpy.longdouble))
     error = out.numpy().astype(numpy.longdouble) - wanted
     allowed = 1000 * torch.finfo(dtype).eps * wanted
