@@ -225,9 +225,11 @@ struct F64x4 {
   using M = __m256d;
   using U = U32x8;
   static constexpr int kLanes = 4, kRegisters = 16;
-  static constexpr int64_t kAskedBeside = 32, kAskedInOrder = 0, kRowsInOrder = 1;
-  static constexpr int64_t kLightRows = 1;
-  static constexpr int kAskedInto = 2;
+  static constexpr int64_t kAskedBeside = F32x8::kAskedBeside;
+  static constexpr int64_t kAskedInOrder = F32x8::kAskedInOrder;
+  static constexpr int64_t kRowsInOrder = F32x8::kRowsInOrder;
+  static constexpr int64_t kLightRows = F32x8::kLightRows;
+  static constexpr int kAskedInto = F32x8::kAskedInto;
 
   static V zero() { return _mm256_setzero_pd(); }
   static V set(double x) { return _mm256_set1_pd(x); }
